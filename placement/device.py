@@ -1,0 +1,49 @@
+"""The compute device: which one it is, and how much room it has."""
+
+from __future__ import annotations
+
+import torch
+
+from placement.errors import NoAccelerator
+from placement.tensors import with_index
+
+
+def find_compute_device(asked: torch.device | str | None = None) -> torch.device:
+    """The device to compute on, with its index.
+
+    Args:
+        asked: a device by name, or None for the accelerator that torch finds
+            (``torch.accelerator``: cuda, xpu, npu, ...). The simulated accelerator is found like
+            any other after ``placement.sim.enable()``, and never enabled from here.
+
+    Raises:
+        NoAccelerator: there is none, or not of the kind that was asked for.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    wanted = torch.device(asked) if asked is not None else found
+    if found is None or wanted is None or wanted.type != found.type:
+        raise NoAccelerator(
+            asked="placing on " + (str(asked) if asked is not None else "the accelerator"),
+            state=f"torch.accelerator finds {found.type if found else 'no accelerator'}",
+            why="a placement is between the CPU and a compute device, and this one is not there",
+            instead="run where the device is, or call placement.sim.enable() and use the "
+            "simulated accelerator (device 'sim')",
+        )
+    return with_index(wanted)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``, or None where torch can't tell.
+
+    What the caching allocator holds unused counts as free, since it is handed out again.
+    """
+    if device.type == "cpu":
+        return None
+    try:
+        free, _ = torch.accelerator.get_memory_info(device)
+        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
+            device
+        )
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None  # torch before 2.10, or a backend without the query
+    return int(free) + int(cached)

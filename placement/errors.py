@@ -1,0 +1,129 @@
+"""What placement refuses, by name.
+
+Every error here is a refusal *before* anything moved, except where its docstring says otherwise.
+Each says what was asked, of what and in which state, why not, which tensors show it, and what to
+do instead; the parts are attributes too, for a caller that wants to act on them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from transitions import MachineError
+
+_SHOWN = 8
+"""How many tensors a message lists; the attribute ``tensors`` holds all of them."""
+
+_WIDTH = 88
+"""Where prose is broken, in characters."""
+
+
+class PlacementError(Exception):
+    """The base of all refusals.
+
+    Attributes:
+        asked: the call that was refused, for example ``onload()``.
+        state: what it was asked of, for example ``model in cpu_fsdp2_managed``.
+        why: the reason.
+        tensors: lines of the form ``name (kind) on device`` for each tensor that shows it.
+        instead: what to do.
+    """
+
+    def __init__(
+        self, *, asked: str, state: str, why: str, instead: str, tensors: Sequence[str] = ()
+    ) -> None:
+        self.asked = asked
+        self.state = state
+        self.why = why
+        self.tensors = tuple(tensors)
+        self.instead = instead
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        tensors = list(self.tensors[:_SHOWN])
+        if (hidden := len(self.tensors) - _SHOWN) > 0:
+            tensors.append(f"... and {hidden} more")
+        return "\n".join(
+            [
+                f"{self.asked} refused: {self.state}",
+                *_labelled("why:", textwrap.wrap(self.why + ".", _WIDTH)),
+                *_labelled("tensors:", tensors),
+                *_labelled("instead:", textwrap.wrap(self.instead + ".", _WIDTH)),
+            ]
+        )
+
+    def __str__(self) -> str:
+        # MachineError, a base of one subclass, would print the repr of the message.
+        return self._message()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An error travels between ranks, and its keyword arguments with it.
+        return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {label if i == 0 else '':<8} {line}" for i, line in enumerate(lines)]
+
+
+def _rebuild(cls: type[PlacementError], parts: dict[str, Any]) -> PlacementError:
+    names = ("asked", "state", "why", "instead", "tensors")
+    return cls(**{name: parts[name] for name in names})
+
+
+class IllegalTransition(PlacementError, MachineError):
+    """A trigger was fired that the table does not allow in this state.
+
+    It is a ``transitions.MachineError`` too, so code that catches that one catches this.
+    """
+
+
+class TornPlacement(IllegalTransition):
+    """A move failed while it was swapping tensors, now or earlier: the component is torn."""
+
+
+class PlacementHeld(PlacementError):
+    """A move, or a phase of another thread, while an open context needs the tensors where they
+    are. The error names the context and where it was entered."""
+
+
+class PlacementDrift(PlacementError):
+    """The record and the tensors disagree: something moved them without the manager."""
+
+
+class OwnershipChanged(PlacementError):
+    """The module was wrapped, or its policy changed, after the manager adopted it."""
+
+
+class OwnershipUnclear(PlacementError):
+    """Who owns the module's placement can't be told: a policy on some groups only, a policy of an
+    unknown class, or a wrapper that no registered owner knows."""
+
+
+class ScatteredModule(PlacementError):
+    """The module lies on several devices, and no ``stays=`` declares that it should."""
+
+
+class NothingToPlace(PlacementError):
+    """The module has no parameters."""
+
+
+class ForeignOptimizer(PlacementError):
+    """The optimizer updates tensors that are not the module's (sharded) parameters."""
+
+
+class ContradictoryOptions(PlacementError):
+    """Two settings exclude each other, for example FSDP2's policy and offloading by hand."""
+
+
+class NoAccelerator(PlacementError):
+    """There is no compute device to place anything on."""
+
+
+class CannotMove(PlacementError):
+    """A tensor can't be moved exactly, so that it would come back as it was."""
+
+
+class NotEnoughMemory(PlacementError):
+    """A move would not fit on its target device, known before its first copy."""

@@ -1,0 +1,97 @@
+"""Open contexts, and what each will put back.
+
+A lease says which components an operation holds where they are, which of them it needs on the
+compute device, and what it found. Leases usually end in the reverse of the order in which they
+began. One that ends earlier (a generator that was dropped) hands what it found to the lease above
+it, which puts it back in its stead: nothing is taken from a lease that still needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from placement.errors import PlacementHeld
+from placement.states import Component, Operation, Placement
+
+
+@dataclass(eq=False)
+class Lease:
+    """One open context.
+
+    Attributes:
+        operation: what it is for.
+        needs: components that must be on the compute device.
+        holds: components that nobody may move by hand.
+        found: the placement of every component when it began.
+        entered_at: ``file:line`` where it was entered.
+    """
+
+    operation: Operation
+    needs: frozenset[Component]
+    holds: frozenset[Component]
+    found: dict[Component, Placement]
+    entered_at: str
+    thread: int = field(default_factory=threading.get_ident)
+
+    def __str__(self) -> str:
+        return f"{self.operation.value}, entered at {self.entered_at}"
+
+
+class Leases:
+    """The open leases of one manager, oldest first."""
+
+    def __init__(self) -> None:
+        self._open: list[Lease] = []
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(tuple(self._open))
+
+    def begin(self, lease: Lease) -> None:
+        """Open ``lease``."""
+        self._open.append(lease)
+
+    def end(self, lease: Lease) -> dict[Component, Placement]:
+        """Close ``lease``.
+
+        Returns:
+            What is to be put back now: the placement that it found, without the components that
+            another open lease needs, and without anything if a later lease will do it.
+        """
+        index = self._open.index(lease)
+        del self._open[index]
+        if index < len(self._open):
+            self._open[index].found = lease.found
+            return {}
+        needed = {component for other in self._open for component in other.needs}
+        return {c: placement for c, placement in lease.found.items() if c not in needed}
+
+    def refuse_move(self, component: Component, asked: str) -> None:
+        """
+        Raises:
+            PlacementHeld: an open lease holds ``component`` where it is.
+        """
+        for lease in self._open:
+            if component in lease.holds:
+                raise PlacementHeld(
+                    asked=asked,
+                    state=f"the {component.value} is held by an open context ({lease})",
+                    why="the operation in it works with the tensors where they are",
+                    instead="move it after the context has ended",
+                )
+
+    def refuse_other_threads(self, asked: str) -> None:
+        """
+        Raises:
+            PlacementHeld: a lease of another thread is open. Two threads that move one module
+                would undo each other.
+        """
+        for lease in self._open:
+            if lease.thread != threading.get_ident():
+                raise PlacementHeld(
+                    asked=asked,
+                    state=f"another thread is in a context ({lease})",
+                    why="two threads can't place one module at a time",
+                    instead="let one thread own the module's lifecycle, or wait for the other",
+                )

@@ -1,0 +1,88 @@
+"""What a kind of owner must be able to say.
+
+An *owner* is the answer to "who may move this module's tensors, and which are they". Each kind of
+wrapper has one file here. A further kind (Megatron, DeepSpeed, an in-house one) is added from
+outside: derive from :class:`Owner` and call :func:`placement.owners.register`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from placement.states import Operation, Placement
+from placement.tensors import Holding, Kind
+
+
+class Owner(abc.ABC):
+    """The owner of one module's placement, as read from the module itself."""
+
+    name: ClassVar[str]
+    """What errors and traces call this kind."""
+
+    stages: ClassVar[frozenset[Operation]] = frozenset()
+    """The operations for which this kind needs the parameters on the compute device, although
+    the operation only reads or writes values (FSDP1's state dict gathers there)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @classmethod
+    @abc.abstractmethod
+    def recognise(cls, module: nn.Module) -> Owner | None:
+        """The owner of ``module`` if it is of this kind, else None.
+
+        Raises:
+            OwnershipUnclear: it is of this kind, but who may move it can't be told.
+        """
+
+    @property
+    def managed(self) -> Placement | None:
+        """The placement that the owner itself keeps, or None if the module is moved by hand."""
+        return None
+
+    @property
+    def compute_device(self) -> torch.device | None:
+        """The device this owner computes on, with its index, or None if it does not say."""
+        return None
+
+    @abc.abstractmethod
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters as they rest, by fully qualified name: what an optimizer must hold.
+
+        A parameter registered under two names is listed under both.
+        """
+
+    @abc.abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """Every parameter, gradient and buffer, and whatever else must move with them."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> Hashable:
+        """A value that changes when the wrapping or the policy changes."""
+
+    def belongs_on(self, holding: Holding, compute_device: torch.device) -> torch.device:
+        """Where ``holding`` rests under a *managed* placement. Asked only if :attr:`managed`."""
+        raise NotImplementedError(f"{self.name} manages no placement")
+
+    def settle(self) -> None:  # noqa: B027  (most kinds need nothing)
+        """Bring the module to the representation in which its tensors may move.
+
+        Raises:
+            PlacementError: it is in the middle of something, and can't.
+        """
+
+
+def module_holdings(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[Holding]:
+    """The given parameters, their gradients, and every buffer of ``module``, also those that
+    are not persistent or are registered twice."""
+    for name, parameter in parameters.items():
+        yield Holding(name, Kind.PARAM, parameter)
+        if parameter.grad is not None:
+            yield Holding(name, Kind.GRAD, parameter.grad)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield Holding(name, Kind.BUFFER, buffer)

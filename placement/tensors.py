@@ -1,0 +1,88 @@
+"""What a tensor is to placement: a name, a kind, and the storages its bytes lie in.
+
+A tensor's bytes lie in *storages*, which may be shared: tied parameters, a buffer in two modules,
+an FSDP2 shard that is a view of its padded shard. A move therefore never moves a tensor, it moves
+storages, and every tensor that looks into one follows it (``placement/transfer.py``). A wrapper (a
+DTensor, a quantized weight) has no bytes of its own: it has *parts* that have.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from placement.states import Component
+from placement.torch_private import inner_tensors
+
+
+class Kind(enum.Enum):
+    """What a tensor is in a training module."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    BUFFER = "buffer"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def component(self) -> Component:
+        return Component.OPTIMIZER if self is Kind.OPTIMIZER else Component.MODEL
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One tensor that an owner or an optimizer holds.
+
+    Attributes:
+        of: the parameter or buffer it is, or belongs to: fully qualified, as ``named_parameters``
+            has it.
+        kind: what it is.
+        tensor: the tensor itself.
+        detail: what tells it from others of the same parameter, for example ``/exp_avg``.
+        host_scalar: a single number of the optimizer that torch keeps on the host by its own
+            rule (a step counter that is neither ``capturable`` nor ``fused``). A kernel reads it
+            from either side, so either is right.
+    """
+
+    of: str
+    kind: Kind
+    tensor: torch.Tensor
+    detail: str = ""
+    host_scalar: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.of + self.detail
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold ``tensor``'s bytes: itself, or what it wraps, however deep."""
+    if inner := inner_tensors(tensor):
+        for value in inner.values():
+            yield from parts(value)
+    else:
+        yield tensor
+
+
+def has_storage(part: torch.Tensor) -> bool:
+    """Whether ``part`` is a view of one block of bytes, so that it can be moved exactly."""
+    return part.layout is torch.strided and part.device.type != "meta"
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are one, where a device without an index means the current one.
+
+    The CPU has no index that matters (``cpu`` and ``cpu:0`` are one).
+    """
+    if one.type != other.type or one.type == "cpu":
+        return one.type == other.type
+    return with_index(one) == with_index(other)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """``device`` with the current device's index if it has none."""
+    if ":" in str(device):  # torch types the index as never missing
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

@@ -1,0 +1,157 @@
+"""Every private torch name that placement uses, in one place.
+
+Each function says which names it touches and the torch versions they were seen in. When a torch
+release renames one, this is the file that changes. Nothing outside it (and ``placement/sim``, which
+is a torch backend) spells a name of torch's that begins with an underscore.
+
+All names below were seen in torch 2.13.0. ``_fsdp_param_group`` (one group a module) is what older
+releases have in the place of ``_fsdp_param_groups``; it is kept as a property in 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "ShardGroup",
+    "ShardedParameter",
+    "inner_tensors",
+    "rewrap",
+    "shard_groups",
+    "storage_address",
+]
+
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a wrapper subclass (a DTensor, a quantized weight) is made of, by attribute.
+
+    Empty for a tensor that holds its own bytes. Uses the flatten protocol of wrapper subclasses
+    (``torch/utils/_python_dispatch.py``), which for a DTensor names ``_local_tensor``.
+    """
+    wrapper: Any = tensor
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(wrapper):
+        return {}
+    names, _ = wrapper.__tensor_flatten__()
+    values = {name: getattr(wrapper, name) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A second wrapper like ``wrapper``, around other inner tensors.
+
+    The flatten protocol lists what the wrapper was made from, tensors and others (a DTensor of
+    torch 2.13 lists its mesh too); whatever ``inner`` does not replace is passed on as it is.
+    """
+    names, context = wrapper.__tensor_flatten__()
+    made_from = {name: inner.get(name, getattr(wrapper, name)) for name in names}
+    rewrapped: torch.Tensor = type(wrapper).__tensor_unflatten__(
+        made_from, context, wrapper.size(), wrapper.stride()
+    )
+    return rewrapped
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """The address of the C++ storage that ``tensor`` looks into: two tensors share it exactly if
+    they share their bytes. It may be reused once the storage is gone."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One parameter as FSDP2 holds it, whatever is registered to the module at the moment."""
+
+    state: Any
+
+    @property
+    def registered_at(self) -> Iterator[tuple[nn.Module, str]]:
+        """Each place where the parameter is registered: a module and the name in it."""
+        info = self.state._module_info
+        yield info.module, info.param_name
+        yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter, a DTensor: what an optimizer must hold."""
+        parameter: nn.Parameter = self.state.sharded_param
+        return parameter
+
+    @property
+    def padded_shard(self) -> torch.Tensor:
+        """The 1-D tensor that the all-gather reads. It is the true storage of the shard: the
+        parameter's local tensor is a view of it without the padding of an uneven shard."""
+        padded: torch.Tensor = self.state._sharded_param_data
+        return padded
+
+    @property
+    def unreduced_gradients(self) -> list[torch.Tensor]:
+        """Gradients of the full parameter that wait for a reduction (gradient accumulation with
+        ``set_requires_gradient_sync(False)``)."""
+        waiting = [self.state.unsharded_accumulated_grad]
+        if hasattr(self.state, "_unsharded_param"):  # exists after the first all-gather
+            waiting.append(self.state._unsharded_param.grad)
+        return [gradient for gradient in waiting if gradient is not None]
+
+    @property
+    def offloads_to_cpu(self) -> bool:
+        """Whether FSDP2 itself treats this parameter as offloaded."""
+        offloads: bool = self.state.offload_to_cpu
+        return offloads
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The parameters that FSDP2 gathers together, and the policy it applies to them."""
+
+    state: Any
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def parameters(self) -> list[ShardedParameter]:
+        return [ShardedParameter(state) for state in self.state.fsdp_params]
+
+    @property
+    def offload_policy(self) -> object:
+        policy: object = self.state.offload_policy
+        return policy
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this group computes on, with its index."""
+        device: torch.device = self.state.device
+        return device
+
+    @property
+    def unreduced_output(self) -> torch.Tensor | None:
+        """HSDP's gradients that were reduce-scattered but not all-reduced yet."""
+        output: torch.Tensor | None = self.state._partial_reduce_output
+        return output
+
+    @property
+    def busy(self) -> str | None:
+        """The phase FSDP2 is in the middle of (``FORWARD``, ``PRE_BACKWARD``, ...), or None."""
+        phase = self.state._training_state
+        return None if phase.name == "IDLE" else str(phase.name)
+
+
+def shard_groups(module: nn.Module) -> list[ShardGroup]:
+    """All groups with parameters below (and at) ``module``, each once, in module order."""
+    groups: dict[int, ShardGroup] = {}
+    for submodule in module.modules():
+        if not isinstance(submodule, FSDPModule):
+            continue
+        state = submodule._get_fsdp_state()
+        found = getattr(state, "_fsdp_param_groups", None)
+        if found is None:
+            found = [state._fsdp_param_group]
+        for group in found:
+            if group is not None and group.fsdp_params:
+                groups.setdefault(id(group), ShardGroup(group, tuple(group.modules)))
+    return list(groups.values())

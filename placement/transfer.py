@@ -1,0 +1,193 @@
+"""How bytes move: all of them, or none.
+
+A transfer has three steps. *Stage* copies every storage to its target and builds, for each tensor,
+a twin that looks into the copy. Until it is through nothing has changed, so a failing copy or an
+out-of-memory leaves the module as it was found. *Commit* points each tensor at its twin; it
+allocates nothing and copies nothing. *Release* drops the sources.
+
+Tensors keep their identity: optimizer keys, hooks and references of callers stay valid. Storages
+that were shared are shared afterwards, and are copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from placement.census import Site
+from placement.device import free_bytes
+from placement.errors import CannotMove, NotEnoughMemory
+from placement.states import Component
+from placement.tensors import has_storage, parts, same_device
+from placement.torch_private import inner_tensors, rewrap, storage_address
+
+
+@dataclass
+class Moved:
+    """Bytes that a transfer copied, each way."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
+@dataclass
+class _Swap:
+    """A tensor, and the twin whose bytes and device it is to take over."""
+
+    tensor: torch.Tensor
+    twin: torch.Tensor
+
+
+@dataclass
+class _Part:
+    """What a transfer does for one component."""
+
+    swaps: list[_Swap] = field(default_factory=list)
+    moved: Moved = field(default_factory=Moved)
+
+
+class Transfer:
+    """A move of tensors, planned from a census.
+
+    Args:
+        moves: each site that moves, with the device it goes to.
+        staying: the sites that do not move. None may look into a storage that moves.
+        asked: the call this is for, as errors name it.
+
+    Raises:
+        CannotMove: a tensor could not come back as it was (it is sparse or meta, or it shares
+            its storage with one that stays).
+        NotEnoughMemory: the target has less room than the move needs.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[tuple[Site, torch.device]],
+        staying: Sequence[Site] = (),
+        *,
+        asked: str,
+    ) -> None:
+        self._moves = moves
+        self._asked = asked
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._parts = {site.kind.component: _Part() for site, _ in moves}
+        self._refuse_what_cannot_move()
+        self._refuse_to_split(staying)
+        self._refuse_what_does_not_fit()
+
+    def moved(self, component: Component) -> Moved:
+        """Bytes that were copied for ``component``. A storage shared by two components counts
+        for the one that was staged first."""
+        return self._parts[component].moved if component in self._parts else Moved()
+
+    def stage(self, component: Component) -> None:
+        """Copy everything of ``component``. Raises what torch raises; nothing has changed then."""
+        with torch.no_grad():
+            for site, target in self._moves:
+                if site.kind.component is component:
+                    part = self._parts[component]
+                    self._stage_tensor(site.holding.tensor, target, self._copies, part)
+
+    def _stage_tensor(
+        self,
+        tensor: torch.Tensor,
+        target: torch.device,
+        copies: dict[int, torch.UntypedStorage],
+        part: _Part,
+    ) -> torch.Tensor:
+        if inner := inner_tensors(tensor):
+            twins = {
+                name: self._stage_tensor(value, target, copies, part)
+                for name, value in inner.items()
+            }
+            twin = rewrap(tensor, twins)
+        else:
+            key = storage_address(tensor)
+            if key not in copies:
+                copies[key] = _copied(tensor, target, part.moved)
+            twin = torch.empty(0, dtype=tensor.dtype, device=target)
+            twin.set_(copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        part.swaps.append(_Swap(tensor, twin))
+        return twin
+
+    def commit(self, component: Component) -> None:
+        """Point the tensors of ``component`` at their copies.
+
+        An exception from here means that some tensors were swapped and others were not: the
+        component is torn.
+        """
+        with torch.no_grad():
+            for swap in self._parts.get(component, _Part()).swaps:
+                # Keeps the Python object and the C++ tensor, so weak references, autograd's
+                # accumulators and optimizer keys hold (torch.utils.swap_tensors would refuse
+                # some). Of a wrapper it changes the device that the wrapper reports; the inner
+                # tensor, which stays the same object, was swapped before it.
+                swap.tensor.data = swap.twin
+
+    def release(self) -> None:
+        """Let the sources go."""
+        for part in self._parts.values():
+            part.swaps.clear()
+        self._copies.clear()
+
+    def _refuse_what_cannot_move(self) -> None:
+        stuck = [
+            str(site)
+            for site, _ in self._moves
+            if not all(has_storage(part) for part in parts(site.holding.tensor))
+        ]
+        if stuck:
+            raise CannotMove(
+                asked=self._asked,
+                state=f"{len(stuck)} of the tensors have no storage of their own",
+                why="a meta tensor has no bytes, and a sparse one has several blocks of them: "
+                "neither would come back as it was",
+                tensors=stuck,
+                instead="materialise it first, or declare it with stays=",
+            )
+
+    def _refuse_to_split(self, staying: Sequence[Site]) -> None:
+        moving = {storage_address(p) for site, _ in self._moves for p in parts(site.holding.tensor)}
+        split = [
+            str(site)
+            for site in staying
+            for part in parts(site.holding.tensor)
+            if has_storage(part) and storage_address(part) in moving
+        ]
+        if split:
+            raise CannotMove(
+                asked=self._asked,
+                state=f"{len(split)} tensors that stay share their storage with one that moves",
+                why="moving one of two that look into the same bytes would part them",
+                tensors=split,
+                instead="declare all of them with stays=, or none",
+            )
+
+    def _refuse_what_does_not_fit(self) -> None:
+        for target in {target for _, target in self._moves}:
+            need = sum(site.nbytes for site, to in self._moves if same_device(to, target))
+            free = free_bytes(target)
+            if free is not None and need > free:
+                raise NotEnoughMemory(
+                    asked=self._asked,
+                    state=f"{need:,} bytes are to go to {target}, which has {free:,} bytes free",
+                    why="the move would run out of memory half way",
+                    instead="release memory on the device first; nothing was moved",
+                )
+
+
+def _copied(tensor: torch.Tensor, target: torch.device, moved: Moved) -> torch.UntypedStorage:
+    """A copy on ``target`` of all the bytes that ``tensor`` looks into, its padding and its
+    neighbours included."""
+    source = tensor.untyped_storage()
+    nbytes = source.nbytes()
+    copy = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    copy.copy_(whole.set_(source, 0, (nbytes,), (1,)))
+    if target.type == "cpu":
+        moved.to_host += nbytes
+    else:
+        moved.to_device += nbytes
+    return copy.untyped_storage()
