@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from placement.errors import NoAccelerator
@@ -47,3 +49,17 @@ def free_bytes(device: torch.device) -> int | None:
     except (AttributeError, NotImplementedError, RuntimeError):
         return None  # torch before 2.10, or a backend without the query
     return int(free) + int(cached)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors occupy on ``device``, as torch's allocator counts them."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

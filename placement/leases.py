@@ -8,9 +8,12 @@ it, which puts it back in its stead: nothing is taken from a lease that still ne
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from placement.errors import PlacementHeld
 from placement.states import Component, Operation, Placement
@@ -26,6 +29,9 @@ class Lease:
         holds: components that nobody may move by hand.
         found: the placement of every component when it began.
         entered_at: ``file:line`` where it was entered.
+        entered: when, in seconds of the monotonic clock.
+        number: counts the process's leases.
+        thread: the thread that entered it.
     """
 
     operation: Operation
@@ -33,6 +39,8 @@ class Lease:
     holds: frozenset[Component]
     found: dict[Component, Placement]
     entered_at: str
+    entered: float = field(default_factory=time.monotonic)
+    number: int = field(default_factory=partial(next, itertools.count()))
     thread: int = field(default_factory=threading.get_ident)
 
     def __str__(self) -> str:
@@ -47,6 +55,11 @@ class Leases:
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(tuple(self._open))
+
+    @property
+    def innermost(self) -> Lease | None:
+        """The lease that began last."""
+        return self._open[-1] if self._open else None
 
     def begin(self, lease: Lease) -> None:
         """Open ``lease``."""

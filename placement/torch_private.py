@@ -26,6 +26,7 @@ __all__ = [
     "rewrap",
     "shard_groups",
     "storage_address",
+    "view_base",
 ]
 
 
@@ -55,6 +56,15 @@ def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
         made_from, context, wrapper.size(), wrapper.stride()
     )
     return rewrapped
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is an autograd view of, or None.
+
+    Autograd keeps it alive, and its storage with it, even where nobody else holds it: FSDP2's
+    shards are such views (``narrow`` of the padded shard, ``FSDPParam._init_sharded_param``).
+    """
+    return tensor._base
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -1,40 +1,50 @@
-"""What happened to a module's placement, and when.
+"""What happened to the placement of this process's modules, and when.
 
-Every trigger, operation, move and refusal is one :class:`Event`. They are kept in a bounded memory
-and can be written as JSON lines, one file a rank, for people and programs to read afterwards.
+Every trigger, operation, move and refusal is one :class:`Event`. A :class:`Trace` keeps the last
+of them in memory; it can be written as JSON lines, one file a rank, or stream each event to such a
+file as it happens (``TORCH_PLACEMENT_TRACE=directory``). Every event also goes to the standard
+``logging`` tree under ``placement.trace`` at level DEBUG, which is quiet unless it is asked for.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
+import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 SCHEMA = "torch-placement-trace"
 SCHEMA_VERSION = 1
-"""Raised whenever a field changes its meaning or goes; a new field alone does not raise it."""
+"""Raised when a field changes its meaning or goes. A new field alone does not raise it."""
 
+TRACE_VARIABLE = "TORCH_PLACEMENT_TRACE"
+"""Environment variable: a directory into which the process's trace is streamed."""
+
+_LOG = logging.getLogger("placement.trace")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class EventKind(enum.Enum):
     """What sort of thing happened."""
 
-    TRIGGER = "trigger"
-    """A transition of a component's machine; its bytes are those it moved."""
+    ENTER = "enter"
+    """A context was entered. The operation with the same lease ends it."""
 
     OPERATION = "operation"
-    """What an engine did with the module, written when it ended."""
+    """What an engine did with the module in a context, written when it ended."""
+
+    TRIGGER = "trigger"
+    """A transition of a component's machine; its bytes are those that it moved."""
 
     MOVE = "move"
     """Tensors that were put right without a change of placement."""
@@ -51,25 +61,30 @@ class Outcome(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened.
+class Event(NamedTuple):
+    """One thing that happened. (A named tuple, since making one must cost next to nothing.)
 
     Attributes:
         number: counts from 0 in its trace, so that a gap is noticed.
-        wall: seconds since the epoch.
-        monotonic: seconds of a clock that never goes back, for intervals within one process.
+        wall: seconds since the epoch, at its end.
+        monotonic: seconds of a clock that never goes back, at its end; for intervals within one
+            process.
         rank: of the process in the default process group, 0 without one.
-        module: the class of the placed module.
-        component: ``model`` or ``optimizer``; None for an operation, which concerns both.
+        thread: name of the thread.
+        module: the placed module, as ``Class#n`` with n counting the process's managers.
+        component: ``model`` or ``optimizer``; None where it concerns both.
         kind: see :class:`EventKind`.
         name: the trigger, operation or call.
-        source: the placement before.
+        source: the placement before; of an operation, the model's.
         dest: the placement after.
+        lease: number of the context that this is, or happened in; None outside of all.
+        phase: operation of that context.
         mode: how an operation got at the parameters, see ``placement.states.Mode``.
         bytes_to_device: bytes copied to the compute device.
         bytes_to_host: bytes copied to the CPU.
         seconds: how long it took; of an operation, with everything inside it.
+        device_bytes: bytes allocated on the compute device before and after, where it moved.
+        host_bytes: resident bytes of the process before and after, where it moved.
         call_site: ``file:line`` of the first frame outside this package.
         outcome: see :class:`Outcome`.
         detail: of a refusal or failure, the error in one line.
@@ -79,40 +94,59 @@ class Event:
     wall: float
     monotonic: float
     rank: int
+    thread: str
     module: str
     component: str | None
     kind: EventKind
     name: str
     source: str
     dest: str
-    mode: str | None = None
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    seconds: float = 0.0
-    call_site: str = ""
-    outcome: Outcome = Outcome.OK
-    detail: str = ""
+    lease: int | None
+    phase: str | None
+    mode: str | None
+    bytes_to_device: int
+    bytes_to_host: int
+    seconds: float
+    device_bytes: tuple[int, int] | None
+    host_bytes: tuple[int, int] | None
+    call_site: str
+    outcome: Outcome
+    detail: str
 
     @property
-    def bytes_moved(self) -> int:
-        return self.bytes_to_device + self.bytes_to_host
+    def moved(self) -> bool:
+        """Whether tensors were moved: by a move, or by a transition to another placement, even
+        if it found no bytes to copy."""
+        return self.outcome is Outcome.OK and (
+            self.kind is EventKind.MOVE
+            or (self.kind is EventKind.TRIGGER and self.source != self.dest)
+        )
 
     def as_json(self) -> str:
-        plain = dataclasses.asdict(self)
+        """One line, fields in the order above."""
+        plain = self._asdict()
         plain["kind"], plain["outcome"] = self.kind.value, self.outcome.value
         return json.dumps(plain, separators=(",", ":"))
 
 
 class Trace:
-    """The last events of one or more managers of this process.
+    """The last events of the managers that share it.
 
     Args:
-        limit: how many events are kept; older ones are dropped, and their numbers with them.
+        limit: how many events are kept in memory; older ones are dropped, and their numbers with
+            them.
+        directory: where to stream events as they happen, as ``rank<R>-pid<P>.jsonl``. A line is
+            written whole, by one write, so what happened before a kill is there to read.
     """
 
-    def __init__(self, limit: int = 10_000) -> None:
+    def __init__(
+        self, limit: int = 10_000, directory: str | os.PathLike[str] | None = None
+    ) -> None:
         self._events: deque[Event] = deque(maxlen=limit)
         self._count = 0
+        self._lock = threading.Lock()
+        self._directory = Path(directory) if directory is not None else None
+        self._stream: int | None = None
 
     def __iter__(self) -> Iterator[Event]:
         return iter(tuple(self._events))
@@ -129,53 +163,57 @@ class Trace:
         name: str,
         source: str,
         dest: str,
+        lease: int | None = None,
+        phase: str | None = None,
         mode: str | None = None,
         bytes_to_device: int = 0,
         bytes_to_host: int = 0,
         seconds: float = 0.0,
+        device_bytes: tuple[int, int] | None = None,
+        host_bytes: tuple[int, int] | None = None,
         call_site: str = "",
         outcome: Outcome = Outcome.OK,
         detail: str = "",
     ) -> None:
-        """Add an event. Number, clocks and rank are filled in here."""
-        self._events.append(
-            Event(
-                number=self._count,
-                wall=time.time(),
-                monotonic=time.monotonic(),
-                rank=current_rank(),
-                module=module,
-                component=component,
-                kind=kind,
-                name=name,
-                source=source,
-                dest=dest,
-                mode=mode,
-                bytes_to_device=bytes_to_device,
-                bytes_to_host=bytes_to_host,
-                seconds=seconds,
-                call_site=call_site,
-                outcome=outcome,
-                detail=detail,
+        """Add an event. Number, clocks, rank and thread are filled in here."""
+        with self._lock:
+            event = Event(
+                self._count,
+                time.time(),
+                time.monotonic(),
+                current_rank(),
+                threading.current_thread().name,
+                module,
+                component,
+                kind,
+                name,
+                source,
+                dest,
+                lease,
+                phase,
+                mode,
+                bytes_to_device,
+                bytes_to_host,
+                seconds,
+                device_bytes,
+                host_bytes,
+                call_site,
+                outcome,
+                detail,
             )
-        )
-        self._count += 1
+            self._count += 1
+            self._events.append(event)
+            if self._directory is not None:
+                self._append(self._directory, event)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("%s", event.as_json())
 
     def moves(self) -> list[Event]:
-        """The events that moved tensors: each move, and each transition that changed a placement,
-        even if it found no bytes to copy."""
-        return [
-            event
-            for event in self
-            if event.outcome is Outcome.OK
-            and (
-                event.kind is EventKind.MOVE
-                or (event.kind is EventKind.TRIGGER and event.source != event.dest)
-            )
-        ]
+        """The events in which tensors moved."""
+        return [event for event in self if event.moved]
 
     def write(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the events kept so far as ``rank<N>.jsonl`` in ``directory``, a header line first.
+        """Write the events kept so far as ``rank<R>.jsonl`` in ``directory``.
 
         Returns:
             The file's path.
@@ -183,10 +221,28 @@ class Trace:
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         path /= f"rank{current_rank()}.jsonl"
-        header = {"schema": SCHEMA, "version": SCHEMA_VERSION, "rank": current_rank()}
-        lines = [json.dumps(header, separators=(",", ":"))] + [event.as_json() for event in self]
+        lines = [_header()] + [event.as_json() for event in self]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
+
+    def _append(self, directory: Path, event: Event) -> None:
+        if self._stream is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"rank{event.rank}-pid{os.getpid()}.jsonl"
+            self._stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._stream, (_header() + "\n").encode())
+        os.write(self._stream, (event.as_json() + "\n").encode())
+
+
+def process_trace() -> Trace:
+    """The trace that all managers of this process share unless they are given another."""
+    global _process_trace
+    if _process_trace is None:
+        _process_trace = Trace(directory=os.environ.get(TRACE_VARIABLE) or None)
+    return _process_trace
+
+
+_process_trace: Trace | None = None
 
 
 def current_rank() -> int:
@@ -203,3 +259,8 @@ def call_site() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _header() -> str:
+    header = {"schema": SCHEMA, "version": SCHEMA_VERSION, "rank": current_rank()}
+    return json.dumps(header, separators=(",", ":"))

@@ -11,7 +11,9 @@ that were shared are shared afterwards, and are copied once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,15 +23,26 @@ from placement.device import free_bytes
 from placement.errors import CannotMove, NotEnoughMemory
 from placement.states import Component
 from placement.tensors import has_storage, parts, same_device
-from placement.torch_private import inner_tensors, rewrap, storage_address
+from placement.torch_private import inner_tensors, rewrap, storage_address, view_base
 
 
 @dataclass
 class Moved:
-    """Bytes that a transfer copied, each way."""
+    """What a transfer cost.
+
+    Attributes:
+        to_device: bytes copied to the compute device.
+        to_host: bytes copied to the CPU.
+        seconds: how long copying and swapping took.
+        device_bytes: bytes allocated on the compute device before and after it, sources released.
+        host_bytes: resident bytes of the process before and after it.
+    """
 
     to_device: int = 0
     to_host: int = 0
+    seconds: float = 0.0
+    device_bytes: tuple[int, int] | None = None
+    host_bytes: tuple[int, int] | None = None
 
 
 @dataclass
@@ -46,6 +59,12 @@ class _Part:
 
     swaps: list[_Swap] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.moved.seconds += time.monotonic() - started
 
 
 class Transfer:
@@ -72,43 +91,42 @@ class Transfer:
         self._moves = moves
         self._asked = asked
         self._copies: dict[int, torch.UntypedStorage] = {}
-        self._parts = {site.kind.component: _Part() for site, _ in moves}
+        self._twins: dict[int, torch.Tensor] = {}
+        self._parts: dict[Component, _Part] = {}
         self._refuse_what_cannot_move()
         self._refuse_to_split(staying)
         self._refuse_what_does_not_fit()
 
-    def moved(self, component: Component) -> Moved:
-        """Bytes that were copied for ``component``. A storage shared by two components counts
-        for the one that was staged first."""
-        return self._parts[component].moved if component in self._parts else Moved()
-
     def stage(self, component: Component) -> None:
-        """Copy everything of ``component``. Raises what torch raises; nothing has changed then."""
-        with torch.no_grad():
+        """Copy everything of ``component``. Raises what torch raises; nothing has changed then.
+
+        A storage that two components share is copied for the one that is staged first.
+        """
+        part = self._parts.setdefault(component, _Part())
+        with torch.no_grad(), part.timed():
             for site, target in self._moves:
                 if site.kind.component is component:
-                    part = self._parts[component]
-                    self._stage_tensor(site.holding.tensor, target, self._copies, part)
+                    self._stage_tensor(site.holding.tensor, target, part)
 
     def _stage_tensor(
-        self,
-        tensor: torch.Tensor,
-        target: torch.device,
-        copies: dict[int, torch.UntypedStorage],
-        part: _Part,
+        self, tensor: torch.Tensor, target: torch.device, part: _Part
     ) -> torch.Tensor:
+        """Make the twin of ``tensor``, and the swap that commits it."""
+        if (known := self._twins.get(id(tensor))) is not None:
+            return known  # held under two names
         if inner := inner_tensors(tensor):
-            twins = {
-                name: self._stage_tensor(value, target, copies, part)
-                for name, value in inner.items()
-            }
+            twins = {name: self._stage_tensor(value, target, part) for name, value in inner.items()}
             twin = rewrap(tensor, twins)
         else:
+            if (base := view_base(tensor)) is not None:
+                # Autograd keeps the base alive; if it stayed behind, so would the bytes.
+                self._stage_tensor(base, target, part)
             key = storage_address(tensor)
-            if key not in copies:
-                copies[key] = _copied(tensor, target, part.moved)
+            if key not in self._copies:
+                self._copies[key] = _copied(tensor, target, part.moved)
             twin = torch.empty(0, dtype=tensor.dtype, device=target)
-            twin.set_(copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+            twin.set_(self._copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._twins[id(tensor)] = twin
         part.swaps.append(_Swap(tensor, twin))
         return twin
 
@@ -118,19 +136,18 @@ class Transfer:
         An exception from here means that some tensors were swapped and others were not: the
         component is torn.
         """
-        with torch.no_grad():
-            for swap in self._parts.get(component, _Part()).swaps:
+        part = self._parts[component]
+        with torch.no_grad(), part.timed():
+            for swap in part.swaps:
                 # Keeps the Python object and the C++ tensor, so weak references, autograd's
                 # accumulators and optimizer keys hold (torch.utils.swap_tensors would refuse
                 # some). Of a wrapper it changes the device that the wrapper reports; the inner
                 # tensor, which stays the same object, was swapped before it.
                 swap.tensor.data = swap.twin
 
-    def release(self) -> None:
-        """Let the sources go."""
-        for part in self._parts.values():
-            part.swaps.clear()
-        self._copies.clear()
+    def release(self, component: Component) -> Moved:
+        """Let the sources of ``component`` go, and say what moving it cost."""
+        return self._parts.pop(component).moved
 
     def _refuse_what_cannot_move(self) -> None:
         stuck = [

@@ -1,0 +1,167 @@
+"""How a placement changes: check, copy everything, then fire the machines.
+
+All components that move together move as one. Everything that can be known is refused before the
+first copy; every copy is made before the first pointer is swapped; the swaps of a component happen
+inside its machine's transition, so the record changes exactly if they went through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from placement.census import Census, Site
+from placement.device import allocated_bytes, resident_bytes
+from placement.errors import PlacementError
+from placement.journal import Journal
+from placement.record import Record
+from placement.residence import CPU
+from placement.states import Component, Placement, Trigger, trigger_between
+from placement.transfer import Moved, Transfer
+
+
+class Mover:
+    """Moves what a record is of, and keeps the record true."""
+
+    def __init__(self, record: Record, journal: Journal) -> None:
+        self._record = record
+        self._journal = journal
+        # Step counters that an offload took off the device, so that an onload takes back just
+        # those. By name, since a load replaces the tensors.
+        self._offloaded_scalars: set[str] = set()
+
+    def bring(self, wanted: dict[Component, Placement], asked: str) -> None:
+        """Bring each component to the placement wanted: all of them, or none.
+
+        Raises:
+            PlacementError: it was refused; nothing moved.
+            TornPlacement: swapping failed half way.
+            Exception: whatever a copy raised; nothing changed.
+        """
+        triggers = {
+            component: trigger
+            for component, placement in wanted.items()
+            if (trigger := trigger_between(self._record[component], placement))
+        }
+        if not triggers:
+            return
+        census = self._record.check(asked)
+        self._let_an_empty_optimizer_follow(triggers, census)
+        for component, trigger in triggers.items():
+            if not self._record.machines[component].may(trigger):
+                raise self._record.machines[component].refusal(trigger)
+        self._record.owner.settle()
+        moves = [
+            (site, target)
+            for component, trigger in triggers.items()
+            for site in census.of(component).sites
+            if (target := self._target(site, trigger)) is not None and not site.is_on(target)
+        ]
+        moving = {id(site) for site, _ in moves}
+        staying = [site for site in census.sites if id(site) not in moving]
+        meter = _Meter(self._record.device)
+        transfer = Transfer(moves, staying, asked=asked)
+        for component, trigger in triggers.items():
+            self._stage(transfer, component, trigger)
+        for component, trigger in triggers.items():
+            self._commit(transfer, component, trigger, meter)
+        self._remember_offloaded_scalars(moves)
+
+    def fire(self, component: Component, trigger: Trigger) -> None:
+        """Fire a trigger that moves nothing."""
+        machine, source = self._record.machines[component], self._record[component]
+        machine.fire(trigger)
+        self._journal.triggered(component, trigger, source, machine.state)
+
+    def relocate(self, strays: Iterable[Site], why: str) -> None:
+        """Put tensors where they belong in the placement that their component has anyway."""
+        for component, placement in self._record.placements().items():
+            moves = [
+                (site, target)
+                for site in strays
+                if site.kind.component is component
+                and (target := self._record.residence.of(site.holding, placement)) is not None
+            ]
+            if not moves:
+                continue
+            meter = _Meter(self._record.device)
+            transfer = Transfer(moves, asked=why)
+            transfer.stage(component)
+            transfer.commit(component)
+            moved = meter.add_to(transfer.release(component))
+            self._journal.moved(why, component, placement, moved)
+
+    def _stage(self, transfer: Transfer, component: Component, trigger: Trigger) -> None:
+        try:
+            transfer.stage(component)
+        except BaseException as error:
+            state = self._record[component]
+            self._journal.triggered(component, trigger, state, state, failure=error)
+            raise
+
+    def _commit(
+        self, transfer: Transfer, component: Component, trigger: Trigger, meter: _Meter
+    ) -> None:
+        """Fire one machine; its tensors are swapped inside the transition."""
+        machine, source = self._record.machines[component], self._record[component]
+        try:
+            machine.fire(trigger, partial(transfer.commit, component))
+        except PlacementError:
+            raise
+        except BaseException as error:
+            for torn in self._record.machines.values():
+                torn.tear()
+            self._journal.triggered(component, trigger, source, machine.state, failure=error)
+            raise machine.refusal(trigger) from error
+        moved = meter.add_to(transfer.release(component))
+        self._journal.triggered(component, trigger, source, machine.state, moved)
+
+    def _target(self, site: Site, trigger: Trigger) -> torch.device | None:
+        """Where ``trigger`` sends ``site``; None leaves it where it is."""
+        if self._record.residence.stays(site.holding):
+            return None
+        if trigger is Trigger.OFFLOAD:
+            return CPU
+        if site.holding.host_scalar and site.name not in self._offloaded_scalars:
+            return None
+        return self._record.device
+
+    def _remember_offloaded_scalars(self, moves: Iterable[tuple[Site, torch.device]]) -> None:
+        for site, target in moves:
+            if site.holding.host_scalar:
+                remember = self._offloaded_scalars
+                (remember.add if target == CPU else remember.discard)(site.name)
+
+    def _let_an_empty_optimizer_follow(
+        self, triggers: dict[Component, Trigger], census: Census
+    ) -> None:
+        """An optimizer without state yet has its parameters' placement."""
+        trigger = triggers.get(Component.MODEL)
+        machine = self._record.machines.get(Component.OPTIMIZER)
+        if trigger is None or machine is None or census.of(Component.OPTIMIZER).sites:
+            return
+        if machine.may(trigger):
+            triggers[Component.OPTIMIZER] = trigger
+
+
+class _Meter:
+    """Memory of the device and of the process, from one reading to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = self._read()
+
+    def add_to(self, moved: Moved) -> Moved:
+        """``moved`` with the memory since the last reading, and now."""
+        before, self._last = self._last, self._read()
+        return replace(
+            moved,
+            device_bytes=(before[0], self._last[0]),
+            host_bytes=(before[1], self._last[1]),
+        )
+
+    def _read(self) -> tuple[int, int]:
+        return allocated_bytes(self._device), resident_bytes()

@@ -1,0 +1,179 @@
+"""The record of where one module is, and its comparison with where it really is.
+
+A record is one machine a component. It is read from the tensors when the module is adopted, changed
+only by a machine's transition, and checked against a census whenever something depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from placement.census import Census, take_census
+from placement.device import find_compute_device
+from placement.errors import (
+    ContradictoryOptions,
+    NothingToPlace,
+    OwnershipChanged,
+    PlacementDrift,
+    ScatteredModule,
+)
+from placement.machine import PlacementMachine
+from placement.optimizer import optimizer_holdings, require_own_parameters
+from placement.owners import Owner, owner_of
+from placement.residence import CPU, Residence
+from placement.states import Component, Placement
+from placement.tensors import Holding
+
+
+class Record:
+    """The placement of one module and its optimizer, adopted as they are found.
+
+    Args:
+        module: the module.
+        optimizer: its optimizer, if it has one.
+        device: the compute device asked for; None for the owner's, or the one torch finds.
+        stays: patterns of what is meant to live where it is.
+
+    Attributes:
+        owner: who owns the module's placement.
+        device: the compute device, with its index.
+        residence: where each tensor belongs.
+        machines: one machine a component.
+
+    Raises:
+        PlacementError: as :class:`~placement.manager.PlacementManager` lists.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        device: torch.device | str | None,
+        stays: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.owner = owner_of(module)
+        self.device = _agreed_device(self.owner, device)
+        self.residence = Residence(self.owner, self.device, stays)
+        parameters = self.owner.parameters()
+        if not parameters:
+            raise NothingToPlace(
+                asked="adopting the module",
+                state=f"{type(module).__name__} has no parameters",
+                why="there is nothing whose placement could be managed",
+                instead="pass the module that holds the parameters",
+            )
+        if optimizer is not None:
+            require_own_parameters(optimizer, parameters)
+        self.machines = {
+            component: PlacementMachine(
+                component, placement, evidence=partial(self._evidence, component)
+            )
+            for component, placement in self._read().items()
+        }
+
+    def __getitem__(self, component: Component) -> Placement:
+        return self.machines[component].state
+
+    def placements(self) -> dict[Component, Placement]:
+        """What the record says now."""
+        return {component: machine.state for component, machine in self.machines.items()}
+
+    def census(self) -> Census:
+        """Where everything really is, now."""
+        return take_census(self._holdings())
+
+    def check(self, asked: str) -> Census:
+        """A census that agrees with the record.
+
+        Raises:
+            OwnershipChanged: the wrapping or the policy is not what was adopted.
+            ForeignOptimizer: the optimizer's parameters are no longer the module's.
+            PlacementDrift: a tensor is not where the record says.
+        """
+        owner = owner_of(self.module)
+        if (type(owner), owner.fingerprint()) != (type(self.owner), self.owner.fingerprint()):
+            raise OwnershipChanged(
+                asked=asked,
+                state=f"the module was adopted as {self.owner.name} and is {owner.name} now",
+                why="it was wrapped, or its offload policy changed, after the manager adopted it: "
+                "the record is of another module",
+                instead="make the manager after the module is wrapped",
+            )
+        if self.optimizer is not None:
+            require_own_parameters(self.optimizer, self.owner.parameters())
+        census = self.census()
+        for component, placement in self.placements().items():
+            strays = self.residence.strays(census.of(component), placement)
+            if strays:
+                raise PlacementDrift(
+                    asked=asked,
+                    state=f"the record says that the {component.value} is in {placement.value}",
+                    why=f"{len(strays)} of its tensors are elsewhere: something moved them without "
+                    "the manager",
+                    tensors=[str(site) for site in strays],
+                    instead="move through manager.onload() and manager.offload() only",
+                )
+        return census
+
+    def _read(self) -> dict[Component, Placement]:
+        """The placement that each component's tensors show."""
+        census = self.census()
+        self.residence.require_stays_to_match(census)
+        self._require_the_owner_to_have_what_it_manages(census)
+        model = self.residence.read(census, Component.MODEL)
+        assert model is not None  # it has parameters
+        read = {Component.MODEL: model}
+        if self.optimizer is not None:
+            # Without state yet, an optimizer has its parameters' placement.
+            read[Component.OPTIMIZER] = self.residence.read(census, Component.OPTIMIZER) or model
+        return read
+
+    def _require_the_owner_to_have_what_it_manages(self, census: Census) -> None:
+        """Refuse a managed module whose tensors were moved by hand before it was adopted.
+
+        What the owner leaves to others (buffers) may still be on the CPU: the manager brings it.
+        """
+        if (managed := self.owner.managed) is None:
+            return
+        amiss = [
+            site
+            for site in self.residence.strays(census, managed)
+            if self.residence.of(site.holding, managed) != self.device or not site.is_on(CPU)
+        ]
+        if amiss:
+            raise ScatteredModule(
+                asked="adopting the module",
+                state=f"{self.owner.name} keeps it in {managed.value}, but {len(amiss)} tensors "
+                "are elsewhere",
+                why="they were moved by hand under a policy that owns them; the next state_dict() "
+                "or backward would fail",
+                tensors=[str(site) for site in amiss],
+                instead="do not move a sharded module that has an offload_policy; make it again",
+            )
+
+    def _holdings(self) -> Iterator[Holding]:
+        yield from self.owner.holdings()
+        if self.optimizer is not None:
+            yield from optimizer_holdings(self.optimizer, self.owner.parameters())
+
+    def _evidence(self, component: Component) -> list[str]:
+        return [str(site) for site in self.census().of(component).sites]
+
+
+def _agreed_device(owner: Owner, asked: torch.device | str | None) -> torch.device:
+    device = find_compute_device(asked if asked is not None else owner.compute_device)
+    if owner.compute_device is not None and device != owner.compute_device:
+        raise ContradictoryOptions(
+            asked=f"device={asked}",
+            state=f"{owner.name} computes on {owner.compute_device}",
+            why="the module was sharded for another device than it is to be placed on",
+            instead="leave device= out, or shard the module on a mesh of that device",
+        )
+    return device
