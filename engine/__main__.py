@@ -13,6 +13,7 @@ from rich.console import Console
 from engine import report
 from engine.fsdp_engine import Offload
 from engine.job import run_policy, run_twin
+from placement.testing import Ranks
 
 _TABLE_WIDTH = 110
 """Columns that the closing table needs, so that it is whole in a log, too."""
@@ -52,11 +53,15 @@ def main(
 
     torch.set_num_threads(1)
     twin = run_twin()
-    say(f"cpu twin: loss {twin.steps[0].loss:.3f} -> {twin.steps[-1].loss:.3f}")
-    runs = [
-        run_policy(offload, ranks=ranks, device=device, traces=traces, say=say)
-        for offload in Offload
-    ]
+    say(f"plain CPU run: loss {twin.steps[0].loss:.3f} -> {twin.steps[-1].loss:.3f}")
+    group = Ranks(ranks, device)
+    runs = []
+    for offload in Offload:
+        say(f"{offload.value}: {ranks} ranks on {device} ...")
+        runs.append(run_policy(offload, group, traces))
+        for phase in runs[-1].phases:
+            say(f"  {report.in_words(phase)}")
+    group.close()
     console.print(report.table(runs))
     for policy, difference in report.differences(runs, twin):
         say(f"{policy}: losses and gradient norms within {difference:.1e} of the CPU run")

@@ -1,12 +1,12 @@
 """The main job: train, evaluate, save, resume and train on, under each way to offload.
 
-Every rank of every policy runs :func:`run_policy` in a process of its own; :func:`run_twin` does
-the same steps with plain torch on the CPU, as the truth to compare with.
+:func:`run_policy` takes all phases of one policy on several local ranks; :func:`run_twin` does the
+same steps with plain torch on the CPU, as the truth to compare with.
 """
 
 from __future__ import annotations
 
-import pickle
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +23,7 @@ from engine.byte_transformer import ByteTransformer, next_byte_loss
 from engine.fsdp_engine import FSDPEngine, Offload, StepResult
 from engine.text import LibrarySource
 from placement import Census, Component, Trace, find_compute_device
+from placement.testing import Ranks
 
 BATCH = 16
 """Sequences in the global batch, split over the ranks."""
@@ -110,61 +110,33 @@ def run_twin() -> Twin:
     return Twin(steps, eval_loss)
 
 
-def run_policy(
-    offload: Offload,
-    *,
-    ranks: int,
-    device: str,
-    traces: Path | None,
-    say: Callable[[str], None],
-) -> PolicyRun:
-    """Run all phases of one policy on ``ranks`` processes.
+def run_policy(offload: Offload, ranks: Ranks, traces: Path | None) -> PolicyRun:
+    """Run all phases of one policy on all ranks.
 
     Args:
         offload: the policy.
-        ranks: how many processes.
-        device: type of the compute device, ``sim`` for the simulated one.
+        ranks: the processes to run on.
         traces: directory for the traces, one file a rank; None writes none.
-        say: called with a line of progress, on rank 0's behalf.
 
     Returns:
-        What rank 0 measured. Every rank checks itself; a failure on any of them raises here.
+        What rank 0 measured.
+
+    Raises:
+        RankFailed: a rank raised; every rank also checks its placement after each phase.
     """
-    say(f"{offload.value}: starting {ranks} ranks on {device}")
     with tempfile.TemporaryDirectory(prefix="placement-") as scratch:
-        mp.spawn(_rank, (offload, ranks, device, traces, Path(scratch)), nprocs=ranks)
-        run: PolicyRun = pickle.loads((Path(scratch) / "rank0.pickle").read_bytes())
-    for phase in run.phases:
-        say(f"{offload.value}: {_in_words(phase)}")
-    return run
-
-
-def _rank(
-    rank: int, offload: Offload, ranks: int, device: str, traces: Path | None, scratch: Path
-) -> None:
-    if device == "sim":
-        from placement import sim
-
-        sim.enable()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(device != "sim")
-    torch.accelerator.set_device_index(rank)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(
-        f"cpu:gloo,{device}:{backend}",
-        init_method=f"file://{scratch / 'rendezvous'}",
-        rank=rank,
-        world_size=ranks,
-    )
-    try:
-        run = _phases(offload, scratch / "checkpoint", traces)
-        (scratch / f"rank{rank}.pickle").write_bytes(pickle.dumps(run))
-    finally:
-        dist.destroy_process_group()
+        runs = ranks.run(_phases, offload, Path(scratch) / "checkpoint", traces)
+    first: PolicyRun = runs[0]
+    first.resumed_exactly = all(run.resumed_exactly for run in runs)
+    return first
 
 
 def _phases(offload: Offload, checkpoint: Path, traces: Path | None) -> PolicyRun:
     """The job itself, on one rank."""
+    # Real accelerators add in any order unless they are told not to; a resumed run must equal an
+    # uninterrupted one to the bit.
+    torch.use_deterministic_algorithms(True)
+    gc.collect()  # FSDP2's modules are cyclic: those of the run before would count as memory
     trace = Trace()
     run = PolicyRun(offload)
     text = LibrarySource(_new_module().context)
@@ -272,8 +244,3 @@ _new_optimizer = partial(torch.optim.AdamW, lr=3e-3)
 _new_scheduler = partial(
     torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: min(1.0, (step + 1) / 4)
 )
-
-
-def _in_words(phase: Phase) -> str:
-    losses = " -> ".join(f"{loss:.3f}" for loss in phase.losses[:: max(1, len(phase.losses) - 1)])
-    return f"{phase.name}, {phase.seconds:.2f} s" + (f", loss {losses}" if losses else "")

@@ -46,6 +46,12 @@ def table(runs: Sequence[PolicyRun]) -> Table:
     return table
 
 
+def in_words(phase: Phase) -> str:
+    """One line of progress."""
+    losses = " -> ".join(f"{loss:.3f}" for loss in phase.losses[:: max(1, len(phase.losses) - 1)])
+    return f"{phase.name}, {phase.seconds:.2f} s" + (f", loss {losses}" if losses else "")
+
+
 def differences(runs: Sequence[PolicyRun], twin: Twin) -> Iterator[tuple[str, float]]:
     """For each run, the largest relative difference of its losses and gradient norms from the
     twin's."""

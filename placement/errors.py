@@ -7,7 +7,6 @@ do instead; the parts are attributes too, for a caller that wants to act on them
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,6 @@ from transitions import MachineError
 
 _SHOWN = 8
 """How many tensors a message lists; the attribute ``tensors`` holds all of them."""
-
-_WIDTH = 88
-"""Where prose is broken, in characters."""
 
 
 class PlacementError(Exception):
@@ -48,9 +44,9 @@ class PlacementError(Exception):
         return "\n".join(
             [
                 f"{self.asked} refused: {self.state}",
-                *_labelled("why:", textwrap.wrap(self.why + ".", _WIDTH)),
+                *_labelled("why:", [f"{self.why}."]),
                 *_labelled("tensors:", tensors),
-                *_labelled("instead:", textwrap.wrap(self.instead + ".", _WIDTH)),
+                *_labelled("instead:", [f"{self.instead}."]),
             ]
         )
 

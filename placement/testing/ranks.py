@@ -1,0 +1,164 @@
+"""Local processes that run a test's body together, each as one rank.
+
+Processes are started once and used for many bodies, because importing torch takes seconds and
+forming a process group takes milliseconds. A body is a function that can be imported; it runs with
+the default process group initialised, and its result comes back. When a rank fails or the deadline
+passes, all processes are ended: the others may wait in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE = 120.0
+"""Seconds that a body may take unless it is given another deadline."""
+
+
+class RankFailed(AssertionError):
+    """A body raised on a rank, or the rank's process died; the message has its traceback."""
+
+
+class RanksTimedOut(AssertionError):
+    """The deadline passed. The message says which ranks had not finished."""
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+
+
+class Ranks:
+    """A group of local ranks.
+
+    Args:
+        size: how many.
+        device: type of the compute device; ``sim`` enables the simulated accelerator in each.
+    """
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size = size
+        self._device = device
+        self._workers: list[_Worker] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._runs = 0
+
+    def run(self, body: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Run ``body(*args)`` on every rank.
+
+        Args:
+            body: an importable function. It finds its rank with ``torch.distributed``.
+            args: passed to it; picklable.
+            deadline: seconds that it may take.
+
+        Returns:
+            What it returned on each rank, in order of the ranks.
+
+        Raises:
+            RankFailed: it raised on a rank.
+            RanksTimedOut: it did not end in time.
+        """
+        if not self._workers:
+            self._start()
+        self._runs += 1
+        rendezvous = Path(self._scratch.name) / f"run{self._runs}"
+        for worker in self._workers:
+            worker.pipe.send((body, args, str(rendezvous)))
+        try:
+            return self._results(time.monotonic() + deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for worker in self._workers:
+            if worker.process.pid is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGKILL)  # also ends a stopped process
+            worker.process.join()
+            worker.pipe.close()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.size, self._device), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+
+    def _results(self, ends: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, ends - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                raise RanksTimedOut(f"ranks {late} of {self.size} had not finished in time")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pipe.recv()
+                except EOFError:
+                    raise RankFailed(f"the process of rank {rank} died") from None
+                if not succeeded:
+                    raise RankFailed(f"rank {rank} of {self.size} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+
+def _serve(pipe: Connection, rank: int, size: int, device: str) -> None:
+    """A rank's process: run one body after the other, each in a process group of its own."""
+    torch.set_num_threads(1)
+    if device == "sim":
+        from placement import sim
+
+        sim.enable()
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            body, args, rendezvous = pipe.recv()
+            try:
+                join_group(device, rank, size, rendezvous)
+                try:
+                    pipe.send((True, body(*args)))
+                finally:
+                    dist.destroy_process_group()
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+
+
+def join_group(device: str, rank: int, size: int, rendezvous: str) -> None:
+    """Make this process ``rank`` of ``size`` in a default group for CPU and device tensors.
+
+    Args:
+        device: type of the compute device.
+        rank, size: as in ``torch.distributed``.
+        rendezvous: path of a file that does not exist yet, the same on all ranks.
+    """
+    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        f"cpu:gloo,{device}:{backend}",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+    )
