@@ -65,20 +65,20 @@ class Leases:
         """Open ``lease``."""
         self._open.append(lease)
 
-    def end(self, lease: Lease) -> dict[Component, Placement]:
-        """Close ``lease``.
+    def owed(self, lease: Lease) -> dict[Component, Placement]:
+        """What is to be put back when ``lease`` ends: the placements that it found, without the
+        components that another open lease needs; nothing if a later lease will do it."""
+        if lease is not self._open[-1]:
+            return {}
+        needed = {component for other in self._open[:-1] for component in other.needs}
+        return {c: placement for c, placement in lease.found.items() if c not in needed}
 
-        Returns:
-            What is to be put back now: the placement that it found, without the components that
-            another open lease needs, and without anything if a later lease will do it.
-        """
+    def end(self, lease: Lease) -> None:
+        """Close ``lease``. If a later one is open, that one owes from now on what this one did."""
         index = self._open.index(lease)
         del self._open[index]
         if index < len(self._open):
             self._open[index].found = lease.found
-            return {}
-        needed = {component for other in self._open for component in other.needs}
-        return {c: placement for c, placement in lease.found.items() if c not in needed}
 
     def refuse_move(self, component: Component, asked: str) -> None:
         """

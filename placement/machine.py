@@ -111,16 +111,34 @@ class PlacementMachine:
 
     def refusal(self, trigger: Trigger) -> IllegalTransition:
         """The error for ``trigger`` in the present state, in the words of the table."""
-        torn = self.integrity is Integrity.TORN
-        row = TORN if torn else TABLE[self.state, trigger]
+        asked = f"{trigger.value}()"
+        if self.integrity is Integrity.TORN:
+            return self._torn(asked)
+        row = TABLE[self.state, trigger]
         if not isinstance(row, Illegal):
             raise AssertionError(f"{trigger.value} is legal in {self.state.value}")
-        state = f"the {self.component.value} is in {self.state.value}" + (", torn" if torn else "")
-        return (TornPlacement if torn else IllegalTransition)(
-            asked=f"{trigger.value}()",
-            state=state,
+        return IllegalTransition(
+            asked=asked,
+            state=f"the {self.component.value} is in {self.state.value}",
             why=row.why,
             instead=row.instead,
+            tensors=self._evidence(),
+        )
+
+    def require_whole(self, asked: str) -> None:
+        """
+        Raises:
+            TornPlacement: the component is torn; ``asked`` can't be granted.
+        """
+        if self.integrity is Integrity.TORN:
+            raise self._torn(asked)
+
+    def _torn(self, asked: str) -> TornPlacement:
+        return TornPlacement(
+            asked=asked,
+            state=f"the {self.component.value} is in {self.state.value}, torn",
+            why=TORN.why,
+            instead=TORN.instead,
             tensors=self._evidence(),
         )
 

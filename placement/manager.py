@@ -158,6 +158,7 @@ class PlacementManager:
     def _move_by_hand(self, trigger: Trigger, dest: Placement) -> None:
         with self._journal.refusals(trigger.value, self.placement), self._lock:
             asked = f"{trigger.value}()"
+            self._record.require_whole(asked)
             self._leases.refuse_other_threads(asked)
             machines = self._record.machines
             wanted = {c: dest for c, machine in machines.items() if machine.state is not dest}
@@ -229,6 +230,7 @@ class PlacementManager:
         """Check and bring what ``operation`` needs, then open its lease."""
         with self._journal.refusals(operation.value, self.placement), self._lock:
             asked = f"a context for {operation.value}"
+            self._record.require_whole(asked)
             self._leases.refuse_other_threads(asked)
             if self._verify_always or not COMPUTES_WITH[operation]:
                 self._record.check(asked)
@@ -260,7 +262,10 @@ class PlacementManager:
     def _leave(self, lease: Lease) -> None:
         asked = f"leaving {lease.operation.value}"
         with self._journal.refusals(asked, self.placement), self._lock:
-            self._mover.bring(self._leases.end(lease), asked)
+            try:
+                self._mover.bring(self._leases.owed(lease), asked)
+            finally:
+                self._leases.end(lease)
 
     # What adoption and loading leave to be put right.
 

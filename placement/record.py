@@ -89,14 +89,24 @@ class Record:
         """Where everything really is, now."""
         return take_census(self._holdings())
 
+    def require_whole(self, asked: str) -> None:
+        """
+        Raises:
+            TornPlacement: an earlier move left a component in two places.
+        """
+        for machine in self.machines.values():
+            machine.require_whole(asked)
+
     def check(self, asked: str) -> Census:
         """A census that agrees with the record.
 
         Raises:
+            TornPlacement: an earlier move left a component in two places.
             OwnershipChanged: the wrapping or the policy is not what was adopted.
             ForeignOptimizer: the optimizer's parameters are no longer the module's.
             PlacementDrift: a tensor is not where the record says.
         """
+        self.require_whole(asked)
         owner = owner_of(self.module)
         if (type(owner), owner.fingerprint()) != (type(self.owner), self.owner.fingerprint()):
             raise OwnershipChanged(

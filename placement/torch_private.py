@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "FlatHandle",
     "ShardGroup",
     "ShardedParameter",
+    "flat_handles",
     "inner_tensors",
     "rewrap",
     "shard_groups",
@@ -165,3 +167,70 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             if group is not None and group.fsdp_params:
                 groups.setdefault(id(group), ShardGroup(group, tuple(group.modules)))
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class FlatHandle:
+    """FSDP1's flat parameter and what looks into its bytes."""
+
+    state: Any
+    module_name: str
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The flat parameter. With ``use_orig_params`` it is not registered to the module."""
+        flat: torch.Tensor = self.state.flat_param
+        return flat
+
+    @property
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What must follow the flat parameter: FSDP1's own reference to its shard, and with
+        ``use_orig_params`` each original parameter, registered at the moment or not."""
+        if hasattr(self.parameter, "_local_shard"):  # set by the lazy initialisation
+            yield " (local shard)", self.parameter._local_shard
+        flat: Any = self.parameter
+        for group in (flat._params or (), flat._shared_params or ()):
+            for index, original in enumerate(group):
+                yield f" (view {index})", original
+
+    @property
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The flat parameter's gradient, and the one that waits during accumulation."""
+        if self.parameter.grad is not None:
+            yield " (flat)", self.parameter.grad
+        waiting = getattr(self.parameter, "_saved_grad_shard", None)
+        if waiting is not None:
+            yield " (accumulated)", waiting
+
+    @property
+    def offloads_to_cpu(self) -> bool:
+        """Whether FSDP1's ``CPUOffload`` moves this handle."""
+        offloads: bool = self.state._offload_params
+        return offloads
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this handle computes on, with its index."""
+        device: torch.device = self.state.device
+        return device
+
+    @property
+    def busy(self) -> str | None:
+        """The phase FSDP1 is in the middle of (``FORWARD``, ``BACKWARD_PRE``, ...), or None."""
+        phase = self.state._training_state
+        return None if phase.name == "IDLE" else str(phase.name)
+
+    def reshard(self) -> None:
+        """Free the gathered parameter, if it is there."""
+        if self.state.uses_sharded_strategy and not self.state.is_sharded(self.parameter):
+            self.state.reshard(True)
+            self.state.post_reshard()
+
+
+def flat_handles(module: nn.Module) -> list[FlatHandle]:
+    """FSDP1's handles below (and at) ``module``, in module order."""
+    return [
+        FlatHandle(submodule._handle, name)
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None
+    ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from placement.owners.base import Owner
+from placement.owners.fsdp1 import FSDP1Module
 from placement.owners.fsdp2 import FSDP2Module
 from placement.owners.plain import PlainModule
 
 __all__ = ["Owner", "owner_of", "register"]
 
-_KINDS: list[type[Owner]] = [FSDP2Module, PlainModule]
+_KINDS: list[type[Owner]] = [FSDP2Module, FSDP1Module, PlainModule]
 """Asked in this order. The last one takes every module, so it stays last."""
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from placement.errors import OwnershipUnclear
 from placement.owners.base import Owner, module_holdings
 from placement.tensors import Holding
 
@@ -19,19 +17,6 @@ class PlainModule(Owner):
 
     @classmethod
     def recognise(cls, module: nn.Module) -> PlainModule:
-        wrapped = [
-            f"{name or '(root)'}: {type(submodule).__name__}"
-            for name, submodule in module.named_modules()
-            if isinstance(submodule, FullyShardedDataParallel)
-        ]
-        if wrapped:
-            raise OwnershipUnclear(
-                asked="adopting the module",
-                state="it is wrapped by FullyShardedDataParallel (FSDP1)",
-                why="FSDP1 keeps parameters in flat handles, which no registered owner knows",
-                tensors=wrapped,
-                instead="shard it with fully_shard (FSDP2), or register an owner that knows FSDP1",
-            )
         return cls(module)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:

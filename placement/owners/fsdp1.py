@@ -1,0 +1,83 @@
+"""A module wrapped by ``FullyShardedDataParallel`` (FSDP1), moved by hand.
+
+FSDP1 keeps the parameters of a wrapped module in one flat parameter, into which the originals are
+views. They share its storage, so they move with it. Its state dicts are gathered on the compute
+device, so a checkpoint needs the parameters there (``stages``).
+
+FSDP1's own ``CPUOffload`` keeps the flat parameters on the host and is not FSDP2's policy: there is
+no placement for it, and such a module is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from placement.errors import CannotMove, OwnershipUnclear
+from placement.owners.base import Owner, module_holdings
+from placement.states import Operation
+from placement.tensors import Holding, Kind
+from placement.torch_private import FlatHandle, flat_handles
+
+
+class FSDP1Module(Owner):
+    """A module with at least one FSDP1 wrapper in it."""
+
+    name = "FSDP1"
+    stages = frozenset({Operation.SAVE, Operation.LOAD, Operation.EXPORT})
+
+    def __init__(self, module: nn.Module, handles: list[FlatHandle]) -> None:
+        super().__init__(module)
+        self._handles = handles
+
+    @classmethod
+    def recognise(cls, module: nn.Module) -> FSDP1Module | None:
+        handles = flat_handles(module)
+        if not handles:
+            return None
+        offloaded = [h.module_name or "(root)" for h in handles if h.offloads_to_cpu]
+        if offloaded:
+            raise OwnershipUnclear(
+                asked="adopting the module",
+                state="FSDP1's CPUOffload keeps its flat parameters on the host",
+                why="FSDP1 moves them itself, and none of the placements describes that",
+                tensors=offloaded,
+                instead="use fully_shard with CPUOffloadPolicy (FSDP2), or leave CPUOffload out "
+                "and offload through the manager",
+            )
+        return cls(module, handles)
+
+    @property
+    def compute_device(self) -> torch.device | None:
+        return self._handles[0].device
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def holdings(self) -> Iterator[Holding]:
+        yield from module_holdings(self.module, self.parameters())
+        for handle in self._handles:
+            name = f"{handle.module_name}._flat_param".lstrip(".")
+            yield Holding(name, Kind.PARAM, handle.parameter)
+            for detail, view in handle.views:
+                yield Holding(name, Kind.PARAM, view, detail)
+            for detail, gradient in handle.gradients:
+                yield Holding(name, Kind.GRAD, gradient, detail)
+
+    def fingerprint(self) -> Hashable:
+        return tuple(id(handle.state) for handle in self._handles)
+
+    def settle(self) -> None:
+        busy = [handle.busy for handle in self._handles if handle.busy is not None]
+        if busy:
+            raise CannotMove(
+                asked="moving the module",
+                state=f"FSDP1 is in the middle of {busy[0].lower()}",
+                why="it holds gathered parameters and will read their shards again",
+                instead="move it after the backward pass, or after the forward pass of an "
+                "evaluation",
+            )
+        for handle in self._handles:
+            handle.reshard()

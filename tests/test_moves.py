@@ -1,0 +1,242 @@
+"""A move is exact: identity, sharing, layout and values survive it, and memory is freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from models import adam, assert_equal, normed, sharded, values
+from torch import nn
+
+from placement import (
+    CannotMove,
+    NotEnoughMemory,
+    Placement,
+    PlacementManager,
+    TornPlacement,
+    Trace,
+)
+from placement.tensors import parts
+from placement.transfer import Transfer
+
+
+class Peculiar(nn.Module):
+    """Tensors of every layout that a move must put back as it was."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        slab = torch.arange(24.0, device=device)
+        self.one = nn.Parameter(slab[:8].view(2, 4))
+        self.two = nn.Parameter(slab[8:24].view(4, 4).t())  # another layout, the same storage
+        self.tied = self.one
+        self.low = nn.Parameter(torch.randn(5, device=device).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(3, device=device), requires_grad=False)
+        self.register_buffer("expanded", torch.ones(1, device=device).expand(4, 3))
+        self.register_buffer("empty", torch.empty(0, 7, device=device))
+        self.register_buffer("counts", torch.arange(5, device=device), persistent=False)
+        self.register_buffer("same_counts", self.counts)
+
+
+def facts(module: nn.Module) -> dict[str, object]:
+    """What must not change, with storages told apart by who shares them."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    storages: dict[int, int] = {}
+    return {
+        name: (
+            id(tensor),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.requires_grad,
+            part.untyped_storage().nbytes(),
+            storages.setdefault(part.untyped_storage().data_ptr(), len(storages))
+            if part.numel()
+            else None,
+        )
+        for name, tensor in named
+        for part in parts(tensor)
+    }
+
+
+def test_everything_comes_back_as_it_was(one_rank: str) -> None:
+    module = Peculiar(one_rank)
+    manager = PlacementManager(module, verify="always")
+    before, contents = facts(module), values(manager.census())
+    for _ in range(2):
+        manager.offload()
+        assert {site.device.type for site in manager.census().sites} == {"cpu"}
+        assert facts(module) == before
+        assert_equal(values(manager.census()), contents)
+        manager.onload()
+        assert {site.device.type for site in manager.census().sites} == {one_rank}
+        assert facts(module) == before
+        assert_equal(values(manager.census()), contents)
+
+
+def test_a_storage_is_copied_once(one_rank: str, trace: Trace) -> None:
+    module = Peculiar(one_rank)
+    manager = PlacementManager(module, trace=trace)
+    manager.offload()
+    (event,) = trace.moves()
+    distinct = {
+        t.untyped_storage().data_ptr(): t for t in [*module.parameters(), *module.buffers()]
+    }
+    assert event.bytes_to_host == sum(t.untyped_storage().nbytes() for t in distinct.values())
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+def test_weak_references_hooks_and_optimizer_keys_survive(one_rank: str, shard: bool) -> None:
+    module = normed().to(one_rank)
+    if shard:
+        module = sharded(module)
+    optimizer = adam(module.parameters())
+    parameter = module.second.weight
+    reference, fired = weakref.ref(parameter), []
+    parameter.register_hook(lambda gradient: fired.append(gradient.device.type))
+    manager = PlacementManager(module, optimizer)
+    manager.offload()
+    manager.onload()
+    assert reference() is module.second.weight
+    assert optimizer.param_groups[0]["params"][-2] is parameter
+    module(torch.randn(4, 6, device=one_rank)).sum().backward()
+    if not shard:  # FSDP2 computes with the gathered parameter, whose hooks are others
+        assert fired == [one_rank]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+def test_after_an_offload_nothing_is_left_on_the_device(one_rank: str, shard: bool) -> None:
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    module = normed()
+    module = sharded(module) if shard else module.to(one_rank)
+    optimizer = adam(module.parameters())
+    module(torch.randn(4, 6, device=one_rank)).sum().backward()
+    optimizer.step()
+    manager = PlacementManager(module, optimizer)
+    manager.offload()
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+
+
+def test_gradients_move_with_their_parameters(one_rank: str) -> None:
+    module = sharded(normed())
+    module(torch.randn(4, 6, device=one_rank)).sum().backward()
+    manager = PlacementManager(module)
+    before = values(manager.census())
+    manager.offload()
+    assert module.second.weight.grad.to_local().device.type == "cpu"
+    manager.onload()
+    assert_equal(values(manager.census()), before)
+
+
+def test_gathered_parameters_are_resharded_before_a_move(one_rank: str) -> None:
+    module = sharded(normed())
+    with torch.no_grad():
+        module(torch.randn(4, 6, device=one_rank))
+    module.unshard()
+    PlacementManager(module).offload()
+    assert type(module.second.weight).__name__ == "DTensor"
+
+
+def test_a_move_in_the_middle_of_a_forward_pass_is_refused(one_rank: str) -> None:
+    module = sharded(normed())
+    manager = PlacementManager(module)
+    refused = []
+
+    def move(*_: object) -> None:
+        with pytest.raises(CannotMove, match="middle of forward") as caught:
+            manager.offload()
+        refused.append(caught.value)
+
+    module.norm.register_forward_hook(move)
+    module(torch.randn(4, 6, device=one_rank))
+    assert len(refused) == 1
+    assert manager.placement is Placement.GPU
+
+
+def test_what_can_not_be_moved_exactly_is_refused_by_name(one_rank: str) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    manager = PlacementManager(module)
+    with pytest.raises(CannotMove, match=r"sparse \(buffer\)"):
+        manager.onload()
+    assert module.weight.device.type == "cpu"
+
+
+def test_too_little_memory_is_refused_with_the_numbers_before_the_first_copy(
+    one_rank: str,
+) -> None:
+    if one_rank != "sim":
+        pytest.skip("lowers the capacity, which only the simulated accelerator can")
+    from placement import sim
+
+    module = nn.Linear(1000, 1000)
+    manager = PlacementManager(module)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    before = sim.counters()
+    sim.set_capacity(torch.accelerator.memory_allocated() + 2_000_000)
+    try:
+        with pytest.raises(NotEnoughMemory, match="4,004,000 bytes are to go to sim:0"):
+            manager.onload()
+    finally:
+        sim.set_capacity(None)
+    assert (sim.counters() - before).host_to_device_copies == 0
+    assert manager.placement is Placement.CPU_MANUAL
+    manager.onload()
+
+
+# A failure.
+
+
+def there_and_back(manager: PlacementManager) -> None:
+    manager.offload()
+    manager.onload()
+
+
+def test_a_copy_that_fails_leaves_everything_as_it_was(one_rank: str, trace: Trace) -> None:
+    if one_rank != "sim":
+        pytest.skip("makes a copy fail, which only the simulated accelerator can")
+    from placement import sim
+
+    module = sharded(normed())
+    manager = PlacementManager(module, trace=trace, verify="always")
+    before = facts(module), values(manager.census())
+    with sim.failing() as plan:
+        there_and_back(manager)
+    points = plan.seen.copies
+    assert points > 4
+    for point in range(1, points + 1):
+        with sim.failing(copy=point), pytest.raises(RuntimeError, match="planned"):
+            there_and_back(manager)
+        manager.verify()
+        manager.onload()
+        assert facts(module)["second.weight"] == before[0]["second.weight"]
+        assert_equal(values(manager.census()), before[1])
+
+
+def test_a_failure_inside_the_commit_tears_the_module(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    commit = Transfer.commit
+
+    def commit_half(self: Transfer, component: object) -> None:
+        part = self._parts[component]
+        del part.swaps[len(part.swaps) // 2 :]
+        commit(self, component)
+        raise OSError("half way")
+
+    monkeypatch.setattr(Transfer, "commit", commit_half)
+    with pytest.raises(TornPlacement) as caught:
+        manager.offload()
+    assert isinstance(caught.value.__cause__, OSError)
+    monkeypatch.undo()
+    assert not manager.may_save()
+    with pytest.raises(TornPlacement, match="an earlier move failed"):
+        manager.onload()

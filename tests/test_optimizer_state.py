@@ -1,0 +1,133 @@
+"""Optimizer state has a placement of its own, and each entry its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from models import Whereabouts, assert_equal, normed, normed_batch, normed_loss, values, whereabouts
+from torch import nn
+
+from placement import Component, Placement, PlacementManager, ScatteredModule
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": torch.optim.AdamW,
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw capturable": lambda p: torch.optim.AdamW(p, capturable=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "nadam": torch.optim.NAdam,
+    "sgd without state": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    device = next(module.parameters()).device
+    normed_loss(module, [x.to(device) for x in normed_batch(number)]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_optimizer(found: Whereabouts) -> Whereabouts:
+    return {name: where for name, where in found.items() if name.startswith("optimizer ")}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_entry_returns_to_the_device_it_was_found_on(one_rank: str, name: str) -> None:
+    if name == "adamw capturable" and one_rank == "sim":
+        pytest.skip("torch refuses capturable optimizers on devices that it does not know")
+    twin = normed().to(one_rank)
+    twin_optimizer = OPTIMIZERS[name](twin.parameters())
+    module = normed().to(one_rank)
+    optimizer = OPTIMIZERS[name](module.parameters())
+    manager = PlacementManager(module, optimizer, verify="always")
+    for number in range(3):
+        with manager.training():
+            step(module, optimizer, number)
+        step(twin, twin_optimizer, number)
+        found = whereabouts(manager)
+        manager.offload()
+        assert {device for device, _ in whereabouts(manager).values()} == {"cpu"}
+        manager.onload()
+        assert whereabouts(manager) == found
+    expected = PlacementManager(twin, twin_optimizer).census()
+    assert_equal(values(manager.census()), values(expected))
+
+
+def test_a_step_counter_that_torch_keeps_on_the_host_stays_there(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, 0)
+    manager = PlacementManager(module, optimizer)
+    assert manager.optimizer_placement is Placement.GPU
+    manager.offload()
+    manager.onload()
+    assert optimizer.state[module.second.weight]["step"].device.type == "cpu"
+    assert optimizer.state[module.second.weight]["exp_avg"].device.type == one_rank
+
+
+def test_a_step_counter_found_on_the_device_goes_back_to_it(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, 0)
+    state = optimizer.state[module.second.weight]
+    state["step"] = state["step"].to(one_rank)
+    manager = PlacementManager(module, optimizer)
+    manager.offload()
+    assert state["step"].device.type == "cpu"
+    manager.onload()
+    assert state["step"].device.type == one_rank
+
+
+def test_nested_state_is_found_and_moved(one_rank: str) -> None:
+    module = nn.Linear(2, 2).to(one_rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = optimizer.state[module.weight]
+    state["blocks"] = [{"q": torch.ones(3, device=one_rank)}, (torch.zeros(2, device=one_rank),)]
+    manager = PlacementManager(module, optimizer)
+    names = [site.name for site in manager.census().of(Component.OPTIMIZER).sites]
+    assert names == ["weight/blocks/0/q", "weight/blocks/1/0"]
+    manager.offload()
+    assert state["blocks"][0]["q"].device.type == state["blocks"][1][0].device.type == "cpu"
+
+
+def test_state_apart_from_its_parameters_is_a_placement_of_its_own(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, 0)
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].cpu()
+    manager = PlacementManager(module, optimizer)
+    assert manager.placement is Placement.GPU
+    assert manager.optimizer_placement is Placement.CPU_MANUAL
+    with manager.training():
+        assert manager.optimizer_placement is Placement.GPU
+        step(module, optimizer, 1)
+    assert manager.optimizer_placement is Placement.CPU_MANUAL
+
+
+def test_state_on_both_sides_is_refused_by_name(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, 0)
+    state = optimizer.state[module.second.weight]
+    state["exp_avg"] = state["exp_avg"].cpu()
+    with pytest.raises(ScatteredModule) as caught:
+        PlacementManager(module, optimizer)
+    assert caught.value.tensors == ("second.weight/exp_avg (optimizer) on cpu",)
+
+
+def test_an_optimizer_without_state_follows_its_parameters(one_rank: str) -> None:
+    module = normed()
+    optimizer = torch.optim.AdamW(module.parameters())
+    manager = PlacementManager(module, optimizer)
+    assert manager.optimizer_placement is Placement.CPU_MANUAL
+    with manager.evaluating():
+        assert manager.optimizer_placement is Placement.GPU
+    assert manager.optimizer_placement is Placement.CPU_MANUAL

@@ -1,0 +1,165 @@
+"""Kinds of owner beside FSDP2: FSDP1, and one that a stranger adds from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    Whereabouts,
+    adam,
+    assert_equal,
+    local,
+    normed,
+    normed_batch,
+    normed_loss,
+    values,
+    whereabouts,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+
+from placement import (
+    Mode,
+    OwnershipUnclear,
+    Placement,
+    PlacementManager,
+    Trace,
+    find_compute_device,
+)
+from placement.owners import _KINDS as KINDS
+from placement.owners import register
+from placement.owners.plain import PlainModule
+from placement.states import Operation
+from placement.testing import Ranks
+
+
+def fsdp1(use_orig_params: bool, strategy: ShardingStrategy) -> FullyShardedDataParallel:
+    device = find_compute_device()
+    return FullyShardedDataParallel(
+        normed().to(device),
+        device_id=device,
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
+    )
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> tuple[float, float]:
+    loss = normed_loss(module, [x.to(find_compute_device()) for x in normed_batch(step)])
+    loss.backward()
+    norm = module.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+def settled(manager: PlacementManager) -> Whereabouts:
+    """Where everything is, but for gradients: FSDP1 keeps the flat one of a step that is over until
+    the next time it is called."""
+    return {k: v for k, v in whereabouts(manager).items() if not k.startswith("grad ")}
+
+
+def fsdp1_whole_lifecycle(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+    """Offloaded by hand between steps, FSDP1 trains as it does untouched."""
+    untouched = fsdp1(use_orig_params, strategy)
+    untouched_optimizer = adam(untouched.parameters())
+    module, trace = fsdp1(use_orig_params, strategy), Trace()
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(
+        module, optimizer, rest=Placement.CPU_MANUAL, verify="always", trace=trace
+    )
+    for step in range(3):
+        expected = train(untouched, untouched_optimizer, step)
+        with manager.training():
+            assert train(module, optimizer, step) == expected
+        found = settled(manager)
+        assert {device for device, _ in found.values()} == {"cpu"}
+
+        known = len(trace)
+        with manager.saving() as mode:
+            assert mode is Mode.STAGED
+            state = get_model_state_dict(module)
+            get_optimizer_state_dict(module, optimizer)
+        truth = get_model_state_dict(untouched)
+        assert state.keys() == truth.keys()
+        assert all(torch.equal(local(state[name]), local(truth[name])) for name in truth)
+        assert [
+            (event.component, event.name, event.source, event.dest)
+            for event in list(trace)[known:]
+            if event.kind.value == "trigger"
+        ] == [
+            ("model", "onload", "cpu_manual", "gpu"),
+            ("model", "save", "gpu", "gpu"),
+            ("model", "offload", "gpu", "cpu_manual"),
+        ]
+        assert settled(manager) == found
+    manager.onload()
+    assert_equal(
+        values(manager.census()), values(PlacementManager(untouched, untouched_optimizer).census())
+    )
+
+
+LIFECYCLES = [
+    (True, ShardingStrategy.FULL_SHARD),
+    (False, ShardingStrategy.FULL_SHARD),
+    (True, ShardingStrategy.SHARD_GRAD_OP),
+    (True, ShardingStrategy.NO_SHARD),
+]
+
+
+@pytest.mark.parametrize(("use_orig_params", "strategy"), LIFECYCLES)
+def test_fsdp1_is_staged_for_a_checkpoint_and_trains_as_if_untouched(
+    one_rank: str, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    fsdp1_whole_lifecycle(use_orig_params, strategy)
+
+
+@pytest.mark.parametrize(("use_orig_params", "strategy"), LIFECYCLES)
+def test_fsdp1_on_two_ranks(
+    two_ranks: Ranks, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    two_ranks.run(fsdp1_whole_lifecycle, use_orig_params, strategy)
+
+
+def test_fsdp1_that_offloads_itself_is_refused(one_rank: str) -> None:
+    module = FullyShardedDataParallel(
+        normed(), device_id=find_compute_device(), cpu_offload=CPUOffload(True)
+    )
+    with pytest.raises(OwnershipUnclear, match="CPUOffload"):
+        PlacementManager(module)
+
+
+class Foreign(nn.Linear):
+    """A module of somebody else's kind."""
+
+
+class ForeignOwner(PlainModule):
+    name = "somebody else's"
+    stages = frozenset({Operation.EXPORT})
+
+    @classmethod
+    def recognise(cls, module: nn.Module) -> ForeignOwner | None:  # type: ignore[override]
+        return cls(module) if isinstance(module, Foreign) else None
+
+
+@pytest.fixture
+def foreign_owner() -> Iterator[None]:
+    register(ForeignOwner)
+    yield
+    KINDS.remove(ForeignOwner)
+
+
+@pytest.mark.usefixtures("foreign_owner")
+def test_a_kind_of_owner_can_be_added_from_outside(one_rank: str) -> None:
+    manager = PlacementManager(Foreign(2, 2), trace=Trace())
+    assert manager.owner.name == "somebody else's"
+    with manager.exporting() as mode:
+        assert mode is Mode.STAGED
+        assert manager.module.weight.device.type == one_rank
+    with manager.saving() as mode:
+        assert mode is Mode.IN_PLACE
+    assert manager.placement is Placement.CPU_MANUAL
+    assert dist.is_initialized()
