@@ -6,8 +6,10 @@ The public API is what this module lists; everything else may change.
 from placement.census import Census, Site
 from placement.device import find_compute_device
 from placement.errors import (
+    AlreadyManaged,
     CannotMove,
     ContradictoryOptions,
+    Detached,
     ForeignOptimizer,
     IllegalTransition,
     NoAccelerator,
@@ -42,10 +44,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TABLE",
+    "AlreadyManaged",
     "CannotMove",
     "Census",
     "Component",
     "ContradictoryOptions",
+    "Detached",
     "Event",
     "EventKind",
     "ForeignOptimizer",

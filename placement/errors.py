@@ -75,6 +75,14 @@ class IllegalTransition(PlacementError, MachineError):
     """
 
 
+class AlreadyManaged(PlacementError):
+    """Another manager that is alive manages the module or a part of it."""
+
+
+class Detached(PlacementError):
+    """The manager was detached from its module."""
+
+
 class TornPlacement(IllegalTransition):
     """A move failed while it was swapping tensors, now or earlier: the component is torn."""
 

@@ -118,6 +118,30 @@ class Journal:
             **self._where(),
         )
 
+    def foreign(self, call: str, placement: Placement) -> None:
+        """Tensors were moved, or may have been, by a call that went past the manager."""
+        self.trace.record(
+            module=self._module,
+            component=None,
+            kind=EventKind.FOREIGN,
+            name=call,
+            source=placement.value,
+            dest=placement.value,
+            **self._where(),
+        )
+
+    def adopted(self, component: Component, source: Placement, dest: Placement) -> None:
+        """The record was read anew from the tensors."""
+        self.trace.record(
+            module=self._module,
+            component=component.value,
+            kind=EventKind.ADOPTION,
+            name="adopt",
+            source=source.value,
+            dest=dest.value,
+            **self._where(),
+        )
+
     @contextmanager
     def refusals(self, asked: str, placement: Placement) -> Iterator[None]:
         """Record a refusal that leaves the block."""

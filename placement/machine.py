@@ -109,9 +109,18 @@ class PlacementMachine:
         """Record that a move failed half way: from now on every trigger is refused."""
         self.integrity = Integrity.TORN
 
-    def refusal(self, trigger: Trigger) -> IllegalTransition:
-        """The error for ``trigger`` in the present state, in the words of the table."""
-        asked = f"{trigger.value}()"
+    def mend(self) -> None:
+        """Record that every tensor is again where the placement says."""
+        self.integrity = Integrity.WHOLE
+
+    def refusal(self, trigger: Trigger, asked: str | None = None) -> IllegalTransition:
+        """The error for ``trigger`` in the present state, in the words of the table.
+
+        Args:
+            trigger: what would have to be fired.
+            asked: the call that would need it; by default the trigger itself.
+        """
+        asked = asked or f"{trigger.value}()"
         if self.integrity is Integrity.TORN:
             return self._torn(asked)
         row = TABLE[self.state, trigger]

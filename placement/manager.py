@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from placement.census import Census
-from placement.errors import ContradictoryOptions
+from placement.errors import AlreadyManaged, ContradictoryOptions, Detached, PlacementDrift
+from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
 from placement.mover import Mover
@@ -25,6 +26,7 @@ from placement.owners import Owner
 from placement.record import Record
 from placement.states import COMPUTES_WITH, HOLDS, Component, Mode, Operation, Placement, Trigger
 from placement.trace import Trace, call_site, process_trace
+from placement.watch import ForeignWatch
 
 _LOG = logging.getLogger("placement")
 
@@ -42,6 +44,10 @@ class PlacementManager:
             they are. They are never moved, nor are their gradients and optimizer state.
         rest: where the module is to rest between operations; it is brought there at once. None
             leaves it as it was found.
+        on_drift: what happens when the tensors are found elsewhere than the record says, at the
+            next context or move. ``"raise"``: :class:`~placement.errors.PlacementDrift`.
+            ``"adopt"``: the placement is read anew from the tensors, unless a context is open or
+            they show none.
         verify: when the census is compared with the record. ``"boundaries"``: before anything
             moves, at save, load and export, and on :meth:`verify`. ``"always"``: at the beginning
             of every context too, which walks over all tensors.
@@ -69,6 +75,7 @@ class PlacementManager:
         device: torch.device | str | None = None,
         stays: Iterable[str] = (),
         rest: Placement | None = None,
+        on_drift: Literal["raise", "adopt"] = "raise",
         verify: Literal["boundaries", "always"] = "boundaries",
         trace: Trace | None = None,
     ) -> None:
@@ -76,10 +83,22 @@ class PlacementManager:
         self.optimizer = optimizer
         self.trace = trace if trace is not None else process_trace()
         self._record = Record(module, optimizer, device=device, stays=tuple(stays))
+        self._detached = False
         self._leases = Leases()
         self._journal = Journal(self.trace, module, self._leases)
         self._mover = Mover(self._record, self._journal)
+        self._watch = ForeignWatch(self._record, self._journal)
+        try:
+            watch(module, self._watch)
+        except AlreadyWatched:
+            raise AlreadyManaged(
+                asked="adopting the module",
+                state="another manager has it, or a part of it",
+                why="two managers would move the same tensors and each find drift",
+                instead="use the manager that is there, or detach() it first",
+            ) from None
         self._verify_always = verify == "always"
+        self._adopt_on_drift = on_drift == "adopt"
         self._lock = threading.RLock()
         self._place_what_the_owner_leaves_to_us()
         if rest is not None:
@@ -129,10 +148,33 @@ class PlacementManager:
         Raises:
             OwnershipChanged: the wrapping or the policy is not what was adopted.
             ForeignOptimizer: the optimizer's parameters are no longer the module's.
-            PlacementDrift: a tensor is not where the record says.
+            PlacementDrift: a tensor is not where the record says (whatever ``on_drift`` is).
         """
         with self._journal.refusals("verify", self.placement), self._lock:
             return self._record.check("verify()")
+
+    def detach(self) -> None:
+        """Let the module go, where it is. The manager refuses everything afterwards.
+
+        Raises:
+            PlacementHeld: a context is open.
+        """
+        for component in Component:
+            self._leases.refuse_move(component, "detach()")
+        unwatch(self._watch)
+        self._detached = True
+
+    def recover(self) -> None:
+        """Make a torn module whole: put every tensor where the record says it was before the move
+        that failed. Does nothing to a module that is whole.
+
+        Raises:
+            PlacementError, RuntimeError: that failed too; it stays torn, and can be tried again.
+        """
+        with self._journal.refusals("recover", self.placement), self._lock:
+            self._require_attached("recover()")
+            self._mover.recover()
+            self._record.check("recover()")
 
     # Moves by hand.
 
@@ -158,8 +200,11 @@ class PlacementManager:
     def _move_by_hand(self, trigger: Trigger, dest: Placement) -> None:
         with self._journal.refusals(trigger.value, self.placement), self._lock:
             asked = f"{trigger.value}()"
+            self._require_attached(asked)
             self._record.require_whole(asked)
             self._leases.refuse_other_threads(asked)
+            if self._watch.unchecked:
+                self._check(asked)
             machines = self._record.machines
             wanted = {c: dest for c, machine in machines.items() if machine.state is not dest}
             for component in wanted:
@@ -214,6 +259,7 @@ class PlacementManager:
                 self._put_right_what_was_loaded()
         except BaseException as error:
             failure = error
+            self.owner.abandon()
             raise
         finally:
             try:
@@ -230,10 +276,11 @@ class PlacementManager:
         """Check and bring what ``operation`` needs, then open its lease."""
         with self._journal.refusals(operation.value, self.placement), self._lock:
             asked = f"a context for {operation.value}"
+            self._require_attached(asked)
             self._record.require_whole(asked)
             self._leases.refuse_other_threads(asked)
-            if self._verify_always or not COMPUTES_WITH[operation]:
-                self._record.check(asked)
+            if self._verify_always or self._watch.unchecked or not COMPUTES_WITH[operation]:
+                self._check(asked)
             needs, mode = self._needs(operation)
             found = self._record.placements()
             lease = Lease(operation, needs, HOLDS[operation], found, entered_at)
@@ -263,9 +310,34 @@ class PlacementManager:
         asked = f"leaving {lease.operation.value}"
         with self._journal.refusals(asked, self.placement), self._lock:
             try:
+                if self._watch.unchecked:
+                    self._record.check(asked)
                 self._mover.bring(self._leases.owed(lease), asked)
             finally:
                 self._leases.end(lease)
+
+    # Checks.
+
+    def _check(self, asked: str) -> None:
+        """Compare the record with the tensors, or read it anew if that was asked for."""
+        try:
+            self._record.check(asked)
+        except PlacementDrift:
+            if not self._adopt_on_drift or self._leases.innermost is not None:
+                raise
+            for component, (was, now) in self._record.adopt_anew().items():
+                self._journal.adopted(component, was, now)
+            self._record.check(asked)
+        self._watch.unchecked = False
+
+    def _require_attached(self, asked: str) -> None:
+        if self._detached:
+            raise Detached(
+                asked=asked,
+                state="the manager was detached from its module",
+                why="others may have moved it since",
+                instead="make a new manager for the module",
+            )
 
     # What adoption and loading leave to be put right.
 

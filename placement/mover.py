@@ -7,7 +7,7 @@ inside its machine's transition, so the record changes exactly if they went thro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,11 @@ import torch
 from placement.census import Census, Site
 from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
+from placement.interrupts import interrupts_held_back
 from placement.journal import Journal
 from placement.record import Record
 from placement.residence import CPU
-from placement.states import Component, Placement, Trigger, trigger_between
+from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.transfer import Moved, Transfer
 
 
@@ -64,11 +65,14 @@ class Mover:
         staying = [site for site in census.sites if id(site) not in moving]
         meter = _Meter(self._record.device)
         transfer = Transfer(moves, staying, asked=asked)
-        for component, trigger in triggers.items():
-            self._stage(transfer, component, trigger)
-        for component, trigger in triggers.items():
-            self._commit(transfer, component, trigger, meter)
-        self._remember_offloaded_scalars(moves)
+        with interrupts_held_back() as deliver_interrupt:
+            for component, trigger in triggers.items():
+                self._stage(transfer, component, trigger, deliver_interrupt)
+            for component, trigger in triggers.items():
+                self._commit(transfer, component, trigger, meter)
+            self._remember_offloaded_scalars(moves)
+            if Component.MODEL in triggers:
+                self._record.owner.moved(self._record[Component.MODEL])
 
     def fire(self, component: Component, trigger: Trigger) -> None:
         """Fire a trigger that moves nothing."""
@@ -89,14 +93,29 @@ class Mover:
                 continue
             meter = _Meter(self._record.device)
             transfer = Transfer(moves, asked=why)
-            transfer.stage(component)
-            transfer.commit(component)
+            with interrupts_held_back() as deliver_interrupt:
+                transfer.stage(component, deliver_interrupt)
+                transfer.commit(component)
             moved = meter.add_to(transfer.release(component))
             self._journal.moved(why, component, placement, moved)
 
-    def _stage(self, transfer: Transfer, component: Component, trigger: Trigger) -> None:
+    def recover(self) -> None:
+        """Put every tensor of a torn component where the record says, and call it whole."""
+        for component, machine in self._record.machines.items():
+            if machine.integrity is Integrity.TORN:
+                sites = self._record.census().of(component)
+                self.relocate(self._record.residence.strays(sites, machine.state), "recover")
+                machine.mend()
+
+    def _stage(
+        self,
+        transfer: Transfer,
+        component: Component,
+        trigger: Trigger,
+        between: Callable[[], None],
+    ) -> None:
         try:
-            transfer.stage(component)
+            transfer.stage(component, between)
         except BaseException as error:
             state = self._record[component]
             self._journal.triggered(component, trigger, state, state, failure=error)

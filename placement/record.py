@@ -39,6 +39,8 @@ class Record:
         stays: patterns of what is meant to live where it is.
 
     Attributes:
+        last_foreign: the last call that moved tensors past the manager, with its call site; an
+            error about drift names it.
         owner: who owns the module's placement.
         device: the compute device, with its index.
         residence: where each tensor belongs.
@@ -71,12 +73,8 @@ class Record:
             )
         if optimizer is not None:
             require_own_parameters(optimizer, parameters)
-        self.machines = {
-            component: PlacementMachine(
-                component, placement, evidence=partial(self._evidence, component)
-            )
-            for component, placement in self._read().items()
-        }
+        self.last_foreign: str | None = None
+        self.machines = self._adopt()
 
     def __getitem__(self, component: Component) -> Placement:
         return self.machines[component].state
@@ -125,12 +123,38 @@ class Record:
                 raise PlacementDrift(
                     asked=asked,
                     state=f"the record says that the {component.value} is in {placement.value}",
-                    why=f"{len(strays)} of its tensors are elsewhere: something moved them without "
-                    "the manager",
+                    why=f"{len(strays)} of its tensors are elsewhere: "
+                    + (self.last_foreign or "something")
+                    + " moved them without the manager",
                     tensors=[str(site) for site in strays],
                     instead="move through manager.onload() and manager.offload() only",
                 )
         return census
+
+    def adopt_anew(self) -> dict[Component, tuple[Placement, Placement]]:
+        """Read every placement from the tensors again.
+
+        Returns:
+            The components whose placement is another one now: what it was, and what it is.
+
+        Raises:
+            PlacementError: what is there can't be adopted; the record is as it was.
+        """
+        before, machines = self.placements(), self._adopt()
+        self.machines.update(machines)
+        return {
+            component: (placement, self[component])
+            for component, placement in before.items()
+            if placement is not self[component]
+        }
+
+    def _adopt(self) -> dict[Component, PlacementMachine]:
+        return {
+            component: PlacementMachine(
+                component, placement, evidence=partial(self._evidence, component)
+            )
+            for component, placement in self._read().items()
+        }
 
     def _read(self) -> dict[Component, Placement]:
         """The placement that each component's tensors show."""

@@ -150,7 +150,8 @@ TABLE: Mapping[tuple[Placement, Trigger], Row] = {
 TORN = Illegal(
     why="an earlier move failed after it had begun to swap tensors, so this component lies in two "
     "places and no trigger can be trusted",
-    instead="rebuild the module and load the last checkpoint; the trace names the move that failed",
+    instead="call manager.recover(), which puts every tensor where the record says; the trace "
+    "names the move that failed",
 )
 """The answer of a torn component to every trigger."""
 

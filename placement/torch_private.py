@@ -10,7 +10,7 @@ releases have in the place of ``_fsdp_param_groups``; it is kept as a property i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,11 @@ __all__ = [
     "ShardGroup",
     "ShardedParameter",
     "flat_handles",
+    "initialised_roots",
     "inner_tensors",
+    "module_apply",
     "rewrap",
+    "set_module_apply",
     "shard_groups",
     "storage_address",
     "view_base",
@@ -58,6 +61,16 @@ def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
         made_from, context, wrapper.size(), wrapper.stride()
     )
     return rewrapped
+
+
+def module_apply() -> Callable[..., Any]:
+    """``nn.Module._apply``, through which every ``to()``, ``cuda()`` and ``to_empty()`` goes."""
+    return nn.Module._apply
+
+
+def set_module_apply(apply: Callable[..., Any]) -> None:
+    """Put ``apply`` in the place of ``nn.Module._apply``."""
+    nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -167,6 +180,16 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
             if group is not None and group.fsdp_params:
                 groups.setdefault(id(group), ShardGroup(group, tuple(group.modules)))
     return list(groups.values())
+
+
+def initialised_roots(module: nn.Module) -> list[FSDPModule]:
+    """The FSDP2 modules at (and below) ``module`` that a forward pass made roots: those on which
+    FSDP2 lets an iteration be reset."""
+    return [
+        submodule
+        for submodule in module.modules()
+        if isinstance(submodule, FSDPModule) and submodule._get_fsdp_state()._is_root
+    ]
 
 
 @dataclass(frozen=True)

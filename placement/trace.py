@@ -8,6 +8,7 @@ file as it happens (``TORCH_PLACEMENT_TRACE=directory``). Every event also goes 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 SCHEMA = "torch-placement-trace"
@@ -31,7 +33,12 @@ TRACE_VARIABLE = "TORCH_PLACEMENT_TRACE"
 """Environment variable: a directory into which the process's trace is streamed."""
 
 _LOG = logging.getLogger("placement.trace")
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PASSED_OVER = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.abspath(contextlib.__file__),
+)
+"""Files whose frames are not what a reader looks for: ours, torch's and contextlib's."""
 
 
 class EventKind(enum.Enum):
@@ -48,6 +55,12 @@ class EventKind(enum.Enum):
 
     MOVE = "move"
     """Tensors that were put right without a change of placement."""
+
+    FOREIGN = "foreign"
+    """A call of the module's own that moved tensors, or may have, without the manager."""
+
+    ADOPTION = "adoption"
+    """A component's placement was read anew from its tensors, after a foreign move."""
 
     REFUSAL = "refusal"
     """A request that was turned down; nothing moved."""
@@ -251,11 +264,11 @@ def current_rank() -> int:
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest frame that is neither ours nor contextlib's."""
+    """``file:line`` of the nearest frame that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not name.endswith("contextlib.py"):
+        if not name.startswith(_PASSED_OVER):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -12,7 +12,7 @@ that were shared are shared afterwards, and are copied once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -97,15 +97,20 @@ class Transfer:
         self._refuse_to_split(staying)
         self._refuse_what_does_not_fit()
 
-    def stage(self, component: Component) -> None:
+    def stage(self, component: Component, between: Callable[[], None] = lambda: None) -> None:
         """Copy everything of ``component``. Raises what torch raises; nothing has changed then.
 
         A storage that two components share is copied for the one that is staged first.
+
+        Args:
+            component: what to copy.
+            between: called before each tensor; may raise.
         """
         part = self._parts.setdefault(component, _Part())
         with torch.no_grad(), part.timed():
             for site, target in self._moves:
                 if site.kind.component is component:
+                    between()
                     self._stage_tensor(site.holding.tensor, target, part)
 
     def _stage_tensor(
@@ -114,6 +119,8 @@ class Transfer:
         """Make the twin of ``tensor``, and the swap that commits it."""
         if (known := self._twins.get(id(tensor))) is not None:
             return known  # held under two names
+        if tensor.device == target and not inner_tensors(tensor):
+            return tensor  # the part of a wrapper that is where it belongs already
         if inner := inner_tensors(tensor):
             twins = {name: self._stage_tensor(value, target, part) for name, value in inner.items()}
             twin = rewrap(tensor, twins)

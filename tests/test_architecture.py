@@ -91,7 +91,7 @@ def test_private_torch_names_stand_in_one_file() -> None:
     assert not found
 
 
-ALLOWED = {"_getframe", "_asdict"}
+ALLOWED = {"_getframe", "_asdict", "_fields", "_field_defaults", "_make"}
 """Underscored names of the standard library."""
 
 

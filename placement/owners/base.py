@@ -69,6 +69,15 @@ class Owner(abc.ABC):
         """Where ``holding`` rests under a *managed* placement. Asked only if :attr:`managed`."""
         raise NotImplementedError(f"{self.name} manages no placement")
 
+    def abandon(self) -> None:  # noqa: B027  (most kinds need nothing)
+        """Come to rest after an exception broke off a forward or backward pass.
+
+        Gradients that were being reduced are lost with the pass.
+        """
+
+    def moved(self, placement: Placement) -> None:  # noqa: B027  (most kinds need nothing)
+        """Repair what torch ties to a device. Called after the model came to ``placement``."""
+
     def settle(self) -> None:  # noqa: B027  (most kinds need nothing)
         """Bring the module to the representation in which its tensors may move.
 

@@ -22,7 +22,7 @@ from placement.errors import CannotMove, OwnershipUnclear
 from placement.owners.base import Owner, module_holdings
 from placement.states import Placement
 from placement.tensors import Holding, Kind
-from placement.torch_private import ShardGroup, shard_groups
+from placement.torch_private import ShardGroup, initialised_roots, shard_groups
 
 _CPU = torch.device("cpu")
 
@@ -113,6 +113,11 @@ class FSDP2Module(Owner):
             (id(group.state), type(group.offload_policy), len(group.parameters))
             for group in self._groups
         )
+
+    def abandon(self) -> None:
+        if any(group.busy is not None for group in self._groups):
+            for root in initialised_roots(self.module):
+                root.reset_iter_state()
 
     def settle(self) -> None:
         busy = [group.busy for group in self._groups if group.busy is not None]
