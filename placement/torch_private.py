@@ -124,6 +124,12 @@ class ShardedParameter:
             waiting.append(self.state._unsharded_param.grad)
         return [gradient for gradient in waiting if gradient is not None]
 
+    def drop_unreduced_gradients(self) -> None:
+        """Forget :attr:`unreduced_gradients`."""
+        self.state.unsharded_accumulated_grad = None
+        if hasattr(self.state, "_unsharded_param"):
+            self.state._unsharded_param.grad = None
+
     @property
     def offloads_to_cpu(self) -> bool:
         """Whether FSDP2 itself treats this parameter as offloaded."""

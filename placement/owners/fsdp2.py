@@ -25,6 +25,8 @@ from placement.tensors import Holding, Kind
 from placement.torch_private import ShardGroup, initialised_roots, shard_groups
 
 _CPU = torch.device("cpu")
+_UNREDUCED = " (unreduced)"
+_PART_REDUCED = " (its group, part reduced)"
 
 
 class FSDP2Module(Owner):
@@ -93,15 +95,17 @@ class FSDP2Module(Owner):
                 name = names[id(sharded.parameter)]
                 yield Holding(name, Kind.PARAM, sharded.padded_shard, " (padded shard)")
                 for gradient in sharded.unreduced_gradients:
-                    yield Holding(name, Kind.GRAD, gradient, " (unreduced)")
+                    yield Holding(name, Kind.GRAD, gradient, _UNREDUCED)
             if group.unreduced_output is not None:
                 name = names[id(group.parameters[0].parameter)]
-                yield Holding(name, Kind.GRAD, group.unreduced_output, " (its group, part reduced)")
+                yield Holding(name, Kind.GRAD, group.unreduced_output, _PART_REDUCED)
 
     def belongs_on(self, holding: Holding, compute_device: torch.device) -> torch.device:
-        if holding.kind is Kind.BUFFER or holding.of in self._ungrouped:
+        whole = holding.detail in (_UNREDUCED, _PART_REDUCED)
+        if whole or holding.kind is Kind.BUFFER or holding.of in self._ungrouped:
             # FSDP2 offloads what it shards. Buffers and ignored parameters it leaves alone, and
-            # the forward pass reads them where it computes.
+            # the forward pass reads them where it computes; gradients that are still to be
+            # reduced wait there, too.
             return compute_device
         # A torch to come may let shards rest on the compute device between backward and forward
         # (https://github.com/pytorch/pytorch/pull/192441); the flag defaults to today's way.
@@ -118,6 +122,10 @@ class FSDP2Module(Owner):
         if any(group.busy is not None for group in self._groups):
             for root in initialised_roots(self.module):
                 root.reset_iter_state()
+            for group in self._groups:
+                for parameter in group.parameters:
+                    # The reset leaves them, and the next backward pass would add to them.
+                    parameter.drop_unreduced_gradients()
 
     def settle(self) -> None:
         busy = [group.busy for group in self._groups if group.busy is not None]

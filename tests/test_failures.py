@@ -1,0 +1,383 @@
+"""Crashes, interrupts and threads: a move is whole or did not happen, and contexts balance."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from models import (
+    adam,
+    assert_equal,
+    local,
+    normed,
+    normed_batch,
+    normed_engine,
+    normed_loss,
+    policy,
+    sharded,
+    values,
+    whereabouts,
+)
+from torch import nn
+
+from engine import Offload
+from placement import (
+    Component,
+    Integrity,
+    Placement,
+    PlacementHeld,
+    PlacementManager,
+    TornPlacement,
+    Trace,
+    find_compute_device,
+)
+from placement.testing import Ranks
+from placement.transfer import Transfer, _Swap
+
+# Torn, and recovered.
+
+
+def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the commit fail before its ``number``-th swap."""
+
+    class Failing(list[_Swap]):
+        def __iter__(self) -> Iterator[_Swap]:
+            for index, swap in enumerate(super().__iter__()):
+                if index == number:
+                    raise OSError("half way")
+                yield swap
+
+    commit = Transfer.commit
+
+    def commit_half(self: Transfer, component: Component) -> None:
+        part = self._parts[component]
+        part.swaps = Failing(part.swaps)
+        commit(self, component)
+
+    monkeypatch.setattr(Transfer, "commit", commit_half)
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("start", [Placement.GPU, Placement.CPU_MANUAL])
+def test_a_torn_module_refuses_everything_until_it_is_recovered(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch, shard: bool, start: Placement
+) -> None:
+    module = sharded(normed()) if shard else normed().to(one_rank)
+    optimizer = adam(module.parameters())
+    normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
+    optimizer.step()
+    manager = PlacementManager(module, optimizer, rest=start, verify="always")
+    move = manager.offload if start is Placement.GPU else manager.onload
+    found, before = whereabouts(manager), values(manager.census())
+    for number in range(12 if shard else 5):
+        with monkeypatch.context() as patch:
+            fail_at_swap(patch, number)
+            with pytest.raises(TornPlacement) as caught:
+                move()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert not manager.may_save()
+        for call in (manager.onload, manager.offload, manager.verify):
+            with pytest.raises(TornPlacement, match="recover"):
+                call()
+        for context in (manager.training, manager.evaluating, manager.saving, manager.loading):
+            with pytest.raises(TornPlacement):
+                context().__enter__()
+        manager.recover()
+        assert manager.placement is start
+        assert whereabouts(manager) == found
+        assert_equal(values(manager.census()), before)
+    with manager.training():
+        normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
+        optimizer.step()
+
+
+def test_recovering_a_whole_module_does_nothing(one_rank: str, trace: Trace) -> None:
+    manager = PlacementManager(normed().to(one_rank), trace=trace)
+    manager.recover()
+    assert len(trace) == 0
+
+
+# Interrupts.
+
+
+def test_an_interrupt_during_copies_leaves_everything_as_it_was(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    before = whereabouts(manager)
+    interrupt_in(monkeypatch, "_stage_tensor")
+    with pytest.raises(KeyboardInterrupt):
+        manager.offload()
+    monkeypatch.undo()
+    assert whereabouts(manager) == before
+    assert manager.placement is Placement.GPU
+    manager.offload()
+
+
+def test_an_interrupt_during_the_commit_waits_until_it_is_whole(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = PlacementManager(normed().to(one_rank))
+    interrupt_in(monkeypatch, "commit")
+    with pytest.raises(KeyboardInterrupt):
+        manager.offload()
+    monkeypatch.undo()
+    assert manager.placement is Placement.CPU_MANUAL
+    manager.verify()
+
+
+def test_an_interrupt_while_a_context_is_entered_leaves_what_was_found(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = PlacementManager(normed())
+    interrupt_in(monkeypatch, "commit")
+    with pytest.raises(KeyboardInterrupt):
+        manager.training().__enter__()
+    monkeypatch.undo()
+    assert manager.placement is Placement.CPU_MANUAL
+    manager.verify()
+    with manager.training():
+        pass
+
+
+def test_the_handler_that_was_found_is_put_back(one_rank: str) -> None:
+    found = signal.getsignal(signal.SIGINT)
+    PlacementManager(normed().to(one_rank)).offload()
+    assert signal.getsignal(signal.SIGINT) is found
+
+
+def interrupt_in(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Send SIGINT to this process each time ``Transfer``'s ``method`` begins."""
+    found: Callable[..., object] = getattr(Transfer, method)
+
+    def interrupted(self: Transfer, *args: object, **kwargs: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return found(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transfer, method, interrupted)
+
+
+# A forward or backward pass that is broken off.
+
+
+class Breaks(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner = normed()
+        self.where = where
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner.first(x)
+        if self.armed and self.where == "forward":
+            raise ArithmeticError("planned")
+        if self.armed:
+            hidden.register_hook(self._break)
+        return self.inner.second(self.inner.norm(hidden))
+
+    def _break(self, gradient: torch.Tensor) -> None:
+        raise ArithmeticError("planned")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("offload", Offload)
+def test_a_pass_that_is_broken_off_leaves_what_was_found_and_the_next_step_works(
+    one_rank: str, offload: Offload, where: str
+) -> None:
+    module = sharded(Breaks(where), policy() if offload is Offload.POLICY else None)
+    optimizer = adam(module.parameters())
+    rest = Placement.CPU_MANUAL if offload is Offload.MANUAL else None
+    manager = PlacementManager(module, optimizer, rest=rest, verify="always")
+    found = whereabouts(manager)
+    module.armed = True
+    with pytest.raises(ArithmeticError), manager.training():
+        normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
+    optimizer.zero_grad()
+    assert whereabouts(manager) == found
+    module.armed = False
+    with manager.training():
+        normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
+        gradient = local(module.inner.second.weight.grad).cpu().clone()
+        optimizer.step()
+    manager.verify()
+    twin = Breaks(where)
+    normed_loss(twin, normed_batch()).backward()
+    torch.testing.assert_close(gradient, twin.inner.second.weight.grad)
+
+
+def accumulates(offload: Offload) -> None:
+    """Two backward passes without reduction and one with it, a context each."""
+    device = find_compute_device()
+    module = sharded(normed(), policy() if offload is Offload.POLICY else None)
+    rest = Placement.CPU_MANUAL if offload is Offload.MANUAL else None
+    manager = PlacementManager(module, rest=rest, verify="always")
+    twin = normed()
+    for step in range(3):
+        module.set_requires_gradient_sync(step == 2)
+        with manager.training():
+            normed_loss(module, [x.to(device) for x in normed_batch(step)]).backward()
+        normed_loss(twin, normed_batch(step)).backward()
+        manager.verify()
+    whole = module.second.weight.grad
+    if offload is not Offload.NONE:
+        assert local(whole).device.type == "cpu"
+    with manager.training():
+        torch.testing.assert_close(whole.full_tensor().cpu(), twin.second.weight.grad)
+
+
+@pytest.mark.parametrize("offload", Offload)
+def test_gradients_survive_contexts_also_before_they_are_reduced(
+    one_rank: str, offload: Offload
+) -> None:
+    accumulates(offload)
+
+
+@pytest.mark.parametrize("offload", Offload)
+def test_gradients_survive_contexts_on_two_ranks(two_ranks: Ranks, offload: Offload) -> None:
+    two_ranks.run(accumulates, offload)
+
+
+# Generators.
+
+
+def weights(manager: PlacementManager) -> Iterator[str]:
+    """A lazily consumed export, which holds its context open between two items."""
+    with manager.evaluating():
+        for name, _ in manager.module.named_parameters():
+            yield name
+
+
+def exhaust(generator: Iterator[str]) -> None:
+    assert list(generator)
+
+
+def close_early(generator: Iterator[str]) -> None:
+    next(generator)
+    generator.close()
+
+
+def drop(generator: Iterator[str]) -> None:
+    next(generator)
+
+
+def never_start(generator: Iterator[str]) -> None:
+    assert generator
+
+
+def throw(generator: Iterator[str]) -> None:
+    next(generator)
+    with pytest.raises(ZeroDivisionError):
+        generator.throw(ZeroDivisionError)
+
+
+@pytest.mark.parametrize("consume", [exhaust, close_early, drop, never_start, throw])
+def test_a_generator_that_holds_a_context_ends_balanced(
+    one_rank: str, trace: Trace, consume: Callable[[Iterator[str]], None]
+) -> None:
+    manager = PlacementManager(normed(), trace=trace)
+    consume(weights(manager))
+    gc.collect()
+    assert manager.placement is Placement.CPU_MANUAL
+    manager.verify()
+    kinds = [event.kind.value for event in trace]
+    assert kinds.count("enter") == kinds.count("operation")
+
+
+def test_a_generator_collected_inside_a_later_context_takes_nothing_from_it(
+    one_rank: str,
+) -> None:
+    manager = PlacementManager(normed())
+    generator = weights(manager)
+    next(generator)
+    with manager.training():
+        del generator
+        gc.collect()
+        assert manager.placement is Placement.GPU
+        manager.verify()
+    assert manager.placement is Placement.CPU_MANUAL
+
+
+# Threads.
+
+
+def test_a_second_thread_is_refused_while_a_context_is_open(one_rank: str) -> None:
+    manager = PlacementManager(normed().to(one_rank))
+    raised: list[BaseException] = []
+
+    def other() -> None:
+        for call in (manager.offload, manager.training().__enter__):
+            try:
+                call()
+            except PlacementHeld as error:
+                raised.append(error)
+
+    with manager.training():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(raised) == 2
+    assert "another thread is in a context (train, entered at" in str(raised[0])
+    assert manager.placement is Placement.GPU
+
+
+def test_two_threads_are_never_interleaved(one_rank: str, trace: Trace) -> None:
+    manager = PlacementManager(normed(), trace=trace)
+    start, refused = threading.Barrier(2), []
+
+    def work() -> None:
+        start.wait()
+        for _ in range(20):
+            try:
+                with manager.evaluating():
+                    assert manager.placement is Placement.GPU
+            except PlacementHeld:
+                refused.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert manager.placement is Placement.CPU_MANUAL
+    manager.verify()
+    done = [event for event in trace if event.kind.value == "operation"]
+    assert len(done) + len(refused) == 40
+    inside = None
+    for event in trace:
+        if event.kind.value == "enter":
+            assert inside is None
+            inside = event.lease
+        elif event.kind.value == "operation":
+            assert event.lease == inside
+            inside = None
+
+
+def test_a_restore_that_fails_does_not_hide_the_error_of_the_body(
+    one_rank: str, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = normed_engine(Offload.MANUAL, trace)
+    manager = engine.manager
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no memory for the way back")
+
+    def break_off() -> None:
+        monkeypatch.setattr(Transfer, "stage", fail)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught, manager.training():
+        break_off()
+    monkeypatch.undo()
+    assert "could not be restored" in "".join(getattr(caught.value, "__notes__", [""]))
+    assert manager.placement is Placement.GPU, "the record is true"
+    manager.verify()
+    failed = [event for event in trace if event.outcome.value == "failed"]
+    assert [event.name for event in failed] == ["offload", "train"]
+    manager.offload()
+    assert manager._record.machines[Component.MODEL].integrity is Integrity.WHOLE
