@@ -38,6 +38,8 @@ class PlacementManager:
         module: the module, already sharded. It is adopted as it is found; who owns its placement
             and where it lies are read from it.
         optimizer: its optimizer, over the module's own parameters.
+        scaler: the gradient scaler used with the optimizer. Its tensors are part of the optimizer's
+            state.
         device: the compute device. By default the one that the module's owner computes on, else
             the accelerator that torch finds.
         stays: names or ``fnmatch`` patterns of parameters and buffers that are meant to live where
@@ -72,6 +74,7 @@ class PlacementManager:
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
+        scaler: torch.amp.GradScaler | None = None,
         device: torch.device | str | None = None,
         stays: Iterable[str] = (),
         rest: Placement | None = None,
@@ -82,7 +85,14 @@ class PlacementManager:
         self.module = module
         self.optimizer = optimizer
         self.trace = trace if trace is not None else process_trace()
-        self._record = Record(module, optimizer, device=device, stays=tuple(stays))
+        if scaler is not None and optimizer is None:
+            raise ContradictoryOptions(
+                asked="adopting the module",
+                state="scaler= is given without optimizer=",
+                why="a gradient scaler's tensors are part of the optimizer's state",
+                instead="pass the optimizer, too",
+            )
+        self._record = Record(module, optimizer, scaler, device=device, stays=tuple(stays))
         self._detached = False
         self._leases = Leases()
         self._journal = Journal(self.trace, module, self._leases)

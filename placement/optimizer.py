@@ -13,6 +13,7 @@ from torch import nn
 
 from placement.errors import ForeignOptimizer
 from placement.tensors import Holding, Kind
+from placement.torch_private import scaler_tensors
 
 
 def require_own_parameters(
@@ -59,6 +60,12 @@ def optimizer_holdings(
                 on_host = tensor.ndim == 0 and not steps_on_device
                 name = names[id(parameter)]
                 yield Holding(name, Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
+
+
+def scaler_holdings(scaler: torch.amp.GradScaler) -> Iterator[Holding]:
+    """The tensors of a gradient scaler: they are used with the optimizer, and live with it."""
+    for name, tensor in scaler_tensors(scaler).items():
+        yield Holding("gradient scaler", Kind.OPTIMIZER, tensor, f"/{name}")
 
 
 def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ from placement.errors import (
     ScatteredModule,
 )
 from placement.machine import PlacementMachine
-from placement.optimizer import optimizer_holdings, require_own_parameters
+from placement.optimizer import optimizer_holdings, require_own_parameters, scaler_holdings
 from placement.owners import Owner, owner_of
 from placement.residence import CPU, Residence
 from placement.states import Component, Placement
@@ -35,6 +35,7 @@ class Record:
     Args:
         module: the module.
         optimizer: its optimizer, if it has one.
+        scaler: the gradient scaler used with the optimizer, if there is one.
         device: the compute device asked for; None for the owner's, or the one torch finds.
         stays: patterns of what is meant to live where it is.
 
@@ -54,12 +55,14 @@ class Record:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
         *,
         device: torch.device | str | None,
         stays: Sequence[str],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.scaler = scaler
         self.owner = owner_of(module)
         self.device = _agreed_device(self.owner, device)
         self.residence = Residence(self.owner, self.device, stays)
@@ -196,6 +199,8 @@ class Record:
         yield from self.owner.holdings()
         if self.optimizer is not None:
             yield from optimizer_holdings(self.optimizer, self.owner.parameters())
+        if self.scaler is not None:
+            yield from scaler_holdings(self.scaler)
 
     def _evidence(self, component: Component) -> list[str]:
         return [str(site) for site in self.census().of(component).sites]

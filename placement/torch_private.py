@@ -12,22 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "FlatHandle",
     "ShardGroup",
     "ShardedParameter",
+    "drop_reducer",
     "flat_handles",
     "initialised_roots",
     "inner_tensors",
+    "make_reducer",
     "module_apply",
     "rewrap",
+    "scaler_tensors",
     "set_module_apply",
     "shard_groups",
     "storage_address",
@@ -198,6 +205,32 @@ def initialised_roots(module: nn.Module) -> list[FSDPModule]:
     ]
 
 
+def drop_reducer(wrapper: DistributedDataParallel) -> None:
+    """Let go of DDP's reducer, with its hooks and its buckets on the device."""
+    wrapper.__dict__.pop("reducer", None)
+    wrapper.__dict__.pop("logger", None)
+
+
+def make_reducer(wrapper: Any) -> None:
+    """Give DDP a reducer with hooks on the present accumulators, as unpickling one does
+    (``DistributedDataParallel.__setstate__``), in its own process group."""
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False  # a new reducer, a first pass
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        dist._register_comm_hook(wrapper.reducer, state, hook)
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:
+    """The tensors of a gradient scaler, by name; none before its first use."""
+    values = {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class FlatHandle:
     """FSDP1's flat parameter and what looks into its bytes."""
@@ -262,4 +295,49 @@ def flat_handles(module: nn.Module) -> list[FlatHandle]:
         FlatHandle(submodule._handle, name)
         for name, submodule in module.named_modules()
         if isinstance(submodule, FullyShardedDataParallel) and submodule._handle is not None
+    ]
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group, below a prefix of the group's own
+    (``distributed_c10d._get_default_store``). A group that is destroyed and made again over the
+    same store has the same prefix."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """What does a process group's collectives on one type of device (gloo, NCCL, ...)."""
+
+    backend: Any
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long a collective that begins now may take; None if the backend doesn't tell."""
+        try:
+            timeout: timedelta = self.backend.options._timeout
+        except RuntimeError:  # Backend::getBackendOptions is not overridden
+            return None
+        return timeout
+
+    def set_timeout(self, timeout: timedelta) -> bool:
+        """Change it; return whether the backend knows timeouts.
+
+        ``_set_pg_timeout`` of torch does the same for gloo and NCCL only.
+        """
+        try:
+            self.backend._set_default_timeout(timeout)
+        except RuntimeError:  # Backend::setTimeout is not overridden
+            return False
+        return True
+
+
+def communicators() -> list[Communicator]:
+    """Those of every process group that this process is in: ``distributed_c10d._world.pg_map``,
+    ``ProcessGroup._device_types`` and ``ProcessGroup._get_backend``."""
+    return [
+        Communicator(group._get_backend(device))
+        for group in list(distributed_c10d._world.pg_map)
+        for device in group._device_types
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from models import (
     whereabouts,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from placement import (
     Mode,
@@ -163,3 +167,119 @@ def test_a_kind_of_owner_can_be_added_from_outside(one_rank: str) -> None:
         assert mode is Mode.IN_PLACE
     assert manager.placement is Placement.CPU_MANUAL
     assert dist.is_initialized()
+
+
+# DDP.
+
+
+def train_ddp(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """One step on this rank's own data, so that only averaged gradients agree."""
+    batch = normed_batch(step * dist.get_world_size() + dist.get_rank())
+    loss = normed_loss(module, [x.to(find_compute_device()) for x in batch])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def ddp(**options: Any) -> DistributedDataParallel:
+    device = find_compute_device()
+    return DistributedDataParallel(
+        normed().to(device), device_ids=None if device.type == "sim" else [device], **options
+    )
+
+
+def ddp_trains_as_if_untouched(options: dict[str, Any]) -> None:
+    untouched = ddp(**options)
+    untouched_optimizer = adam(untouched.parameters())
+    module, hooked = ddp(**options), []
+    if not options:
+
+        def hook(state, bucket):  # DDP wants real annotations, and this file's are strings
+            hooked.append(bucket.index())
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+        module.register_comm_hook(None, hook)
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL, verify="always")
+    assert manager.owner.name == "DDP"
+    for step in range(3):
+        expected = train_ddp(untouched, untouched_optimizer, step)
+        with manager.training():
+            assert train_ddp(module, optimizer, step) == expected
+    assert len(hooked) == (3 if not options else 0)
+    manager.onload()
+    theirs = dict(untouched.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+        others = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, parameter.detach())
+        assert all(torch.equal(parameter, other) for other in others), "the ranks trained apart"
+
+
+DDP_OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+
+
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
+def test_ddp_still_averages_gradients_after_a_round_trip(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    two_ranks.run(ddp_trains_as_if_untouched, options)
+
+
+def plain_torch_trains_apart() -> list[float]:
+    module = ddp()
+    module.to("cpu")
+    module.to(find_compute_device())
+    optimizer = adam(module.parameters())
+    train_ddp(module, optimizer, 0)
+    weight = module.module.second.weight.detach()
+    others = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weight)
+    return [float((weight - other).abs().max()) for other in others]
+
+
+def test_plain_torch_loses_the_averaging_in_silence(two_ranks: Ranks) -> None:
+    apart = two_ranks.run(plain_torch_trains_apart)
+    assert max(apart[0]) > 0
+
+
+def test_after_an_offload_ddp_keeps_nothing_on_the_device(one_rank: str) -> None:
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    module = ddp()
+    manager = PlacementManager(module)
+    manager.offload()
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+    manager.onload()
+    train_ddp(module, adam(module.parameters()), 0)
+
+
+def test_ddp_that_was_made_on_the_cpu_is_refused(one_rank: str) -> None:
+    with pytest.raises(OwnershipUnclear, match="while its parameters were on the CPU"):
+        PlacementManager(DistributedDataParallel(normed()))
+
+
+# A gradient scaler.
+
+
+def test_a_gradient_scaler_moves_with_the_optimizer(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler(one_rank, init_scale=8.0)
+    manager = PlacementManager(module, optimizer, scaler=scaler, verify="always")
+    for step in range(2):
+        with manager.training():
+            loss = normed_loss(module, [x.to(one_rank) for x in normed_batch(step)])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        manager.offload()
+        devices = {str(site.device) for site in manager.census().sites}
+        assert devices == {"cpu"}
+        assert "gradient scaler/scale" in [site.name for site in manager.census().sites]
+        manager.onload()
+    assert scaler.get_scale() == 8.0
+    assert scaler.state_dict()["_growth_tracker"] == 2

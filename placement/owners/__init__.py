@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from placement.owners.base import Owner
+from placement.owners.ddp import DDPModule
 from placement.owners.fsdp1 import FSDP1Module
 from placement.owners.fsdp2 import FSDP2Module
 from placement.owners.plain import PlainModule
 
 __all__ = ["Owner", "owner_of", "register"]
 
-_KINDS: list[type[Owner]] = [FSDP2Module, FSDP1Module, PlainModule]
+_KINDS: list[type[Owner]] = [FSDP2Module, FSDP1Module, DDPModule, PlainModule]
 """Asked in this order. The last one takes every module, so it stays last."""
 
 
