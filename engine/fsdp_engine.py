@@ -167,6 +167,15 @@ class FSDPEngine:
                 self.scheduler.load_state_dict(state["scheduler"])
             self.steps = state["steps"]
 
+    # Export.
+
+    def export_weights(
+        self, *, tied: Literal["once", "both"] = "once"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in full, one at a time, for a rollout engine; see
+        :meth:`placement.PlacementManager.export`."""
+        return self.manager.export(tied=tied)
+
     def _state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.module, self.optimizer)
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else {}

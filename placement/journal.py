@@ -67,6 +67,7 @@ class Journal:
             lease=lease.number,
             phase=lease.operation.value,
             mode=mode.value,
+            bytes_to_device=lease.staged_bytes,
             seconds=time.monotonic() - lease.entered,
             call_site=lease.entered_at,
             outcome=Outcome.OK if failure is None else Outcome.FAILED,

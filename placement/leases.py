@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from placement.errors import PlacementHeld
-from placement.states import Component, Operation, Placement
+from placement.states import EXCLUDED_BY, Component, Operation, Placement
 
 
 @dataclass(eq=False)
@@ -32,6 +32,8 @@ class Lease:
         entered: when, in seconds of the monotonic clock.
         number: counts the process's leases.
         thread: the thread that entered it.
+        staged_bytes: bytes that were copied to the compute device for the operation alone, and
+            dropped again.
     """
 
     operation: Operation
@@ -42,6 +44,7 @@ class Lease:
     entered: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=partial(next, itertools.count()))
     thread: int = field(default_factory=threading.get_ident)
+    staged_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.operation.value}, entered at {self.entered_at}"
@@ -92,6 +95,23 @@ class Leases:
                     state=f"the {component.value} is held by an open context ({lease})",
                     why="the operation in it works with the tensors where they are",
                     instead="move it after the context has ended",
+                )
+
+    def refuse_operation(self, operation: Operation, asked: str) -> None:
+        """
+        Raises:
+            PlacementHeld: an open context reads the values that ``operation`` changes, or changes
+                those that it reads.
+        """
+        for lease in self._open:
+            if lease.operation in EXCLUDED_BY[operation]:
+                raise PlacementHeld(
+                    asked=asked,
+                    state=f"a context is open ({lease})",
+                    why=f"{operation.value} and {lease.operation.value} at once would see each "
+                    "other's half finished values",
+                    instead="end that context first: close the generator that holds it, if it is "
+                    "an export",
                 )
 
     def refuse_other_threads(self, asked: str) -> None:

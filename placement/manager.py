@@ -18,6 +18,7 @@ from torch import nn
 
 from placement.census import Census
 from placement.errors import AlreadyManaged, ContradictoryOptions, Detached, PlacementDrift
+from placement.export import Tied, full_tensors
 from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
@@ -252,6 +253,28 @@ class PlacementManager:
         """A context in which weights can be read one at a time, in every placement."""
         return self._operating(Operation.EXPORT)
 
+    def export(self, *, tied: Tied = "once") -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in full, on the compute device, one at a time, from every placement.
+
+        A generator, consumed by all ranks in step. Its context is open from the first item to the
+        last, or until it is closed or collected; training and loading are refused meanwhile.
+
+        Args:
+            tied: whether a parameter under two names comes ``"once"``, under the first, or under
+                ``"both"``.
+
+        Yields:
+            Name, as in the state dict, and tensor. The tensor is the consumer's own.
+        """
+        with self.exporting():
+            lease = self._leases.innermost
+            assert lease is not None
+
+            def staged(nbytes: int) -> None:
+                lease.staged_bytes += nbytes
+
+            yield from full_tensors(self.module, self.device, tied=tied, staged=staged)
+
     @contextmanager
     def _operating(self, operation: Operation) -> Iterator[Mode]:
         """Make sure of what ``operation`` needs; restore what was found, whatever happens.
@@ -289,6 +312,7 @@ class PlacementManager:
             self._require_attached(asked)
             self._record.require_whole(asked)
             self._leases.refuse_other_threads(asked)
+            self._leases.refuse_operation(operation, asked)
             if self._verify_always or self._watch.unchecked or not COMPUTES_WITH[operation]:
                 self._check(asked)
             needs, mode = self._needs(operation)

@@ -199,6 +199,16 @@ HOLDS: Mapping[Operation, frozenset[Component]] = {
 }
 """The components that nobody may move by hand while an operation is under way."""
 
+EXCLUDED_BY: Mapping[Operation, frozenset[Operation]] = {
+    Operation.TRAIN: frozenset({Operation.SAVE, Operation.LOAD, Operation.EXPORT}),
+    Operation.EVALUATE: frozenset({Operation.LOAD}),
+    Operation.SAVE: frozenset({Operation.LOAD}),
+    Operation.LOAD: frozenset({Operation.SAVE, Operation.EXPORT}),
+    Operation.EXPORT: frozenset({Operation.LOAD}),
+}
+"""The open contexts inside which an operation may not begin: it would change values that they are
+still reading, or read values that they are still changing."""
+
 
 def trigger_between(current: Placement, wanted: Placement) -> Trigger | None:
     """The one trigger that leads from ``current`` to ``wanted``, or None if they are the same.

@@ -308,26 +308,24 @@ def default_store() -> dist.Store:
 
 @dataclass(frozen=True)
 class Communicator:
-    """What does a process group's collectives on one type of device (gloo, NCCL, ...)."""
+    """What does a process group's collectives on one type of device (gloo, NCCL, ...).
+
+    Attributes:
+        backend: the ``Backend``.
+        timeout: how long a collective that begins now may take.
+    """
 
     backend: Any
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """How long a collective that begins now may take; None if the backend doesn't tell."""
-        try:
-            timeout: timedelta = self.backend.options._timeout
-        except RuntimeError:  # Backend::getBackendOptions is not overridden
-            return None
-        return timeout
+    timeout: timedelta
 
     def set_timeout(self, timeout: timedelta) -> bool:
         """Change it; return whether the backend knows timeouts.
 
-        ``_set_pg_timeout`` of torch does the same for gloo and NCCL only.
+        ``Backend.set_timeout`` is public. torch's own ``_set_pg_timeout`` leaves out all backends
+        but gloo and NCCL.
         """
         try:
-            self.backend._set_default_timeout(timeout)
+            self.backend.set_timeout(timeout)
         except RuntimeError:  # Backend::setTimeout is not overridden
             return False
         return True
@@ -335,9 +333,16 @@ class Communicator:
 
 def communicators() -> list[Communicator]:
     """Those of every process group that this process is in: ``distributed_c10d._world.pg_map``,
-    ``ProcessGroup._device_types`` and ``ProcessGroup._get_backend``."""
-    return [
-        Communicator(group._get_backend(device))
-        for group in list(distributed_c10d._world.pg_map)
-        for device in group._device_types
-    ]
+    ``ProcessGroup._device_types`` and ``ProcessGroup._get_backend``.
+
+    A timeout can be read from torch's own backends only (``Backend.Options._timeout``). For another
+    one it is that of the group's other backends, which were made with the same, or torch's default.
+    """
+    found: list[Communicator] = []
+    for group in list(distributed_c10d._world.pg_map):
+        backends = [group._get_backend(device) for device in group._device_types]
+        options = [getattr(backend, "options", None) for backend in backends]
+        timeouts = [option._timeout if option is not None else None for option in options]
+        usual = next((t for t in timeouts if t is not None), dist.constants.default_pg_timeout)
+        found += [Communicator(b, t or usual) for b, t in zip(backends, timeouts, strict=True)]
+    return found

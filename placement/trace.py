@@ -93,7 +93,8 @@ class Event(NamedTuple):
         lease: number of the context that this is, or happened in; None outside of all.
         phase: operation of that context.
         mode: how an operation got at the parameters, see ``placement.states.Mode``.
-        bytes_to_device: bytes copied to the compute device.
+        bytes_to_device: bytes copied to the compute device; of an operation those that were copied
+            for it alone and dropped again, its triggers have the others.
         bytes_to_host: bytes copied to the CPU.
         seconds: how long it took; of an operation, with everything inside it.
         device_bytes: bytes allocated on the compute device before and after, where it moved.

@@ -1,0 +1,126 @@
+// Copies: who waits for whom, what may be late, and the copy itself, between aliases on the CPU.
+#include "copies.h"
+
+#include "aliasing.h"
+#include "counters.h"
+#include "device.h"
+#include "device_memory.h"
+#include "failure_plan.h"
+#include "pinned_memory.h"
+#include "streams.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace sim {
+namespace {
+
+using at::Tensor;
+
+void check_copy_may_run(const Tensor& source, const Tensor& target) {
+  TORCH_CHECK(
+      !must_fail(PlannedEvent::Copy),
+      "sim: copy failed (planned): ",
+      target.nbytes(),
+      " bytes from ",
+      source.device(),
+      " to ",
+      target.device());
+}
+
+// Copies that cudaMemcpyAsync makes without the host waiting: from or to pinned memory, and the
+// same bytes in the same order on both sides. (Torch makes any other copy through a temporary
+// tensor on the host, which isn't pinned, and copies of pageable memory wait for the stream.)
+bool can_be_delayed(const Tensor& source, const Tensor& target, const Tensor& host) {
+  return source.dtype() == target.dtype() && source.sizes() == target.sizes() &&
+      source.strides() == target.strides() && source.is_non_overlapping_and_dense() &&
+      source.is_conj() == target.is_conj() && source.is_neg() == target.is_neg() &&
+      is_pinned_address(host.storage().data());
+}
+
+HostRange host_range(const Tensor& tensor) {
+  return {tensor.storage(), bytes_of(tensor)};
+}
+
+DeviceRange device_range(const Tensor& tensor) {
+  return {block_of(tensor.storage().data_ptr()), bytes_of(tensor)};
+}
+
+void copy_now(const Tensor& source, const Tensor& target) {
+  auto cpu_target = cpu_alias(target);
+  cpu_target.copy_(cpu_alias(source));
+}
+
+void copy_between_host_and_device(const Tensor& source, const Tensor& target, bool non_blocking) {
+  const bool to_device = is_on_device(target);
+  const auto& host = to_device ? source : target;
+  const auto& on_device = to_device ? target : source;
+  const auto device = on_device.device().index();
+  before_host_use(host_range(host), device);
+  if (non_blocking && copies_are_delayed() && target.numel() != 0 &&
+      can_be_delayed(source, target, host)) {
+    prepare_for_use(on_device);
+    if (to_device) {
+      delay_host_to_device(host_range(source), device_range(target));
+    } else {
+      delay_device_to_host(device_range(source), host_range(target));
+    }
+    return;
+  }
+  const bool host_waits = !non_blocking || !to_device;
+  if (host_waits) {
+    synchronize_stream(device, current_stream(device));
+  }
+  copy_now(source, target);
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  check_copy_may_run(source, target);
+  auto& count = counters();
+  const auto nbytes = target.nbytes();
+  if (is_on_device(source) && is_on_device(target)) {
+    ++count.device_to_device_copies;
+    count.device_to_device_bytes += nbytes;
+    copy_now(source, target);
+    return target;
+  }
+  if (is_on_device(target)) {
+    ++count.host_to_device_copies;
+    count.host_to_device_bytes += nbytes;
+  } else {
+    ++count.device_to_host_copies;
+    count.device_to_host_bytes += nbytes;
+  }
+  copy_between_host_and_device(source, target, non_blocking);
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, /*non_blocking=*/false);
+}
+
+// tensor.item(): a blocking copy of one element.
+at::Scalar local_scalar_dense(const Tensor& tensor) {
+  const auto device = tensor.device().index();
+  synchronize_stream(device, current_stream(device));
+  return cpu_alias(tensor).item();
+}
+
+// The reason to name a stream here is the copies in flight on it.
+void record_stream(Tensor& tensor, c10::Stream stream) {
+  device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
+}
+
+} // namespace
+
+void register_copies() {
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", kDispatchKey, __FILE__, __LINE__);
+  library->impl("_copy_from", &copy_from);
+  library->impl("_copy_from_and_resize", &copy_from_and_resize);
+  library->impl("_local_scalar_dense", &local_scalar_dense);
+  library->impl("record_stream", &record_stream);
+}
+
+} // namespace sim
