@@ -15,7 +15,7 @@ from engine.fsdp_engine import Offload
 from engine.job import run_policy, run_twin
 from placement.testing import Ranks
 
-_TABLE_WIDTH = 110
+_TABLE_WIDTH = 116
 """Columns that the closing table needs, so that it is whole in a log, too."""
 
 
@@ -33,8 +33,8 @@ def main(
     ] = None,
     traces: Annotated[Path | None, typer.Option(help="Directory for the placement traces.")] = None,
 ) -> None:
-    """Train, evaluate, save, resume and train on, under each way to offload, and check the result
-    against a plain CPU run."""
+    """Train, evaluate, save, export, resume and train on, under each way to offload, and check the
+    result against a plain CPU run."""
     console = Console()
     console.width = max(console.width, _TABLE_WIDTH)
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -64,7 +64,7 @@ def main(
     group.close()
     console.print(report.table(runs))
     for policy, difference in report.differences(runs, twin):
-        say(f"{policy}: losses and gradient norms within {difference:.1e} of the CPU run")
+        say(f"{policy}: losses, gradients and weights within {difference:.1e} of the CPU run")
     if traces is not None:
         say(f"traces: {traces}")
     if faults := list(report.faults(runs, twin)):

@@ -1,4 +1,4 @@
-"""The main job: train, evaluate, save, resume and train on, under each way to offload.
+"""The main job: train, evaluate, save, export, resume, train on, under each way to offload.
 
 :func:`run_policy` takes all phases of one policy on several local ranks; :func:`run_twin` does the
 same steps with plain torch on the CPU, as the truth to compare with.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ class Phase:
         peak_bytes: the most accelerator memory that was allocated at once.
         losses: the loss of each step, or the one of the evaluation.
         grad_norms: the gradient norm of each step.
+        exported: of an export, the 2-norm of each weight by name.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Phase:
     peak_bytes: int
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    exported: dict[str, float] = field(default_factory=dict)
 
     @property
     def left_what_it_found(self) -> bool:
@@ -87,6 +89,7 @@ class Twin:
 
     steps: list[StepResult]
     eval_loss: float
+    exported: dict[str, float]
 
 
 def run_twin() -> Twin:
@@ -95,11 +98,12 @@ def run_twin() -> Twin:
     optimizer = _new_optimizer(module.parameters())
     scheduler = _new_scheduler(optimizer)
     text = LibrarySource(module.context)
-    steps, eval_loss = [], 0.0
+    steps, eval_loss, exported = [], 0.0, {}
     for step in range(STEPS + MORE_STEPS):
         if step == STEPS:
             with torch.no_grad():
                 eval_loss = next_byte_loss(module, [text.eval_batch(BATCH)]).item()
+            exported = _norms(module.named_parameters())
         loss = next_byte_loss(module, [text.train_batch(step, BATCH)])
         loss.backward()
         norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -107,7 +111,7 @@ def run_twin() -> Twin:
         scheduler.step()
         optimizer.zero_grad()
         steps.append(StepResult(loss.item(), norm.item()))
-    return Twin(steps, eval_loss)
+    return Twin(steps, eval_loss, exported)
 
 
 def run_policy(offload: Offload, ranks: Ranks, traces: Path | None) -> PolicyRun:
@@ -153,6 +157,7 @@ def _phases(offload: Offload, checkpoint: Path, traces: Path | None) -> PolicyRu
     phase("train", partial(train, engine, STEPS))
     phase("evaluate", lambda: engine.eval_batch([_own_part(text.eval_batch(BATCH))]))
     phase("save", lambda: engine.save_checkpoint(checkpoint))
+    phase("export", lambda: _norms(engine.export_weights()))
     phase("train on", partial(train, engine, MORE_STEPS))
 
     resumed = _new_engine(offload, trace)
@@ -171,7 +176,7 @@ def _phase(
     engine: FSDPEngine,
     trace: Trace,
     name: str,
-    work: Callable[[], list[StepResult] | float | None],
+    work: Callable[[], list[StepResult] | dict[str, float] | float | None],
 ) -> None:
     torch.accelerator.reset_peak_memory_stats()
     known, before, started = len(trace), _placements(engine), time.perf_counter()
@@ -192,6 +197,7 @@ def _phase(
             torch.accelerator.max_memory_allocated(),
             [result] if isinstance(result, float) else [step.loss for step in steps],
             [step.grad_norm for step in steps],
+            result if isinstance(result, dict) else {},
         )
     )
 
@@ -212,6 +218,11 @@ def _values(census: Census) -> Iterator[torch.Tensor]:
     for site in census.of(*Component).sites:
         tensor = site.holding.tensor
         yield (tensor.to_local() if hasattr(tensor, "to_local") else tensor).cpu()
+
+
+def _norms(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """Consume an export as a rollout engine would, one weight at a time."""
+    return {name: weight.detach().norm().item() for name, weight in weights}
 
 
 def _own_part(batch: torch.Tensor) -> torch.Tensor:

@@ -53,15 +53,17 @@ def in_words(phase: Phase) -> str:
 
 
 def differences(runs: Sequence[PolicyRun], twin: Twin) -> Iterator[tuple[str, float]]:
-    """For each run, the largest relative difference of its losses and gradient norms from the
-    twin's."""
+    """For each run, the largest relative difference of its losses, gradient norms and exported
+    weights' norms from the twin's."""
     expected = [step.loss for step in twin.steps] + [twin.eval_loss]
     expected += [step.grad_norm for step in twin.steps]
+    expected += twin.exported.values()
     for run in runs:
         trained = [run.phase("train"), run.phase("train on")]
         measured = [loss for phase in trained for loss in phase.losses]
         measured += run.phase("evaluate").losses
         measured += [norm for phase in trained for norm in phase.grad_norms]
+        measured += [run.phase("export").exported[name] for name in twin.exported]
         pairs = zip(measured, expected, strict=True)
         yield run.offload.value, max(abs(ours - theirs) / theirs for ours, theirs in pairs)
 
@@ -70,7 +72,7 @@ def faults(runs: Sequence[PolicyRun], twin: Twin) -> Iterator[str]:
     """What did not come out as it must, one line each; nothing if the job succeeded."""
     for policy, difference in differences(runs, twin):
         if not difference <= TOLERANCE:  # also true for a NaN
-            yield f"{policy}: losses or gradient norms differ from the CPU run by {difference:.1e}"
+            yield f"{policy}: values differ from those of the CPU run by {difference:.1e}"
     for run in runs:
         uninterrupted, resumed = run.phase("train on"), run.phase("train on, resumed")
         if _outcome(uninterrupted) != _outcome(resumed) or not run.resumed_exactly:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def test_the_job_succeeds_and_writes_a_trace_a_rank_and_policy(
         for path in ranks:
             events = [json.loads(line) for line in path.read_text().splitlines()[1:]]
             operations = [event for event in events if event["kind"] == "operation"]
-            assert {"train", "evaluate", "save", "load"} <= {e["name"] for e in operations}
+            assert {"train", "evaluate", "save", "export", "load"} <= {
+                e["name"] for e in operations
+            }
             assert all(event["source"] == event["dest"] for event in operations)
 
 
@@ -43,6 +46,7 @@ def good_run() -> PolicyRun:
             phase("train", first, first),
             phase("evaluate", [1.5], []),
             phase("save", [], []),
+            replace(phase("export", [], []), exported={"weight": 3.0}),
             phase("train on", more, more),
             phase("resume", [], []),
             phase("train on, resumed", more, more),
@@ -51,7 +55,9 @@ def good_run() -> PolicyRun:
     )
 
 
-TWIN = Twin([StepResult(2.0, 2.0)] * STEPS + [StepResult(1.0, 1.0)] * MORE_STEPS, 1.5)
+TWIN = Twin(
+    [StepResult(2.0, 2.0)] * STEPS + [StepResult(1.0, 1.0)] * MORE_STEPS, 1.5, {"weight": 3.0}
+)
 
 
 def test_a_good_run_has_no_faults() -> None:
@@ -61,12 +67,17 @@ def test_a_good_run_has_no_faults() -> None:
 @pytest.mark.parametrize(
     ("index", "changed", "fault"),
     [
-        (0, phase("train", [2.0] * STEPS, [2.1] + [2.0] * (STEPS - 1)), "differ from the CPU run"),
+        (
+            0,
+            phase("train", [2.0] * STEPS, [2.1] + [2.0] * (STEPS - 1)),
+            "differ",
+        ),
         (0, phase("train", [float("nan")] + [2.0] * (STEPS - 1), [2.0] * STEPS), "differ"),
-        (1, phase("evaluate", [1.6], []), "differ from the CPU run"),
+        (1, phase("evaluate", [1.6], []), "differ"),
+        (3, replace(phase("export", [], []), exported={"weight": 3.1}), "differ"),
         (2, phase("save", [], [], after="cpu_manual"), "save found gpu, left cpu_manual"),
         (
-            5,
+            6,
             phase("train on, resumed", [1.0] * (MORE_STEPS - 1) + [1.0 + 1e-7], [1.0] * MORE_STEPS),
             "does not equal the uninterrupted one",
         ),
