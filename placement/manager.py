@@ -336,8 +336,9 @@ class PlacementManager:
         """What must be on the compute device for ``operation``, and how it gets at it."""
         if self.owner.managed is not None:
             return frozenset(), Mode.IN_PLACE  # the owner brings what it needs, when it needs it
-        if operation in self.owner.stages and self.placement is not Placement.GPU:
-            return frozenset({Component.MODEL}), Mode.STAGED
+        staged = self.owner.stages.get(operation, frozenset()) & self._record.machines.keys()
+        if any(self._record[component] is not Placement.GPU for component in staged):
+            return staged, Mode.STAGED
         return COMPUTES_WITH[operation], Mode.IN_PLACE
 
     def _leave(self, lease: Lease) -> None:

@@ -21,7 +21,8 @@ from placement.journal import Journal
 from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
-from placement.transfer import Moved, Transfer
+from placement.tensors import parts
+from placement.transfer import Move, Moved, Transfer
 
 
 class Mover:
@@ -33,6 +34,8 @@ class Mover:
         # Step counters that an offload took off the device, so that an onload takes back just
         # those. By name, since a load replaces the tensors.
         self._offloaded_scalars: set[str] = set()
+        # What was found on the host in ordinary memory, and goes back to it.
+        self._found_pageable: set[str] = set()
 
     def bring(self, wanted: dict[Component, Placement], asked: str) -> None:
         """Bring each component to the placement wanted: all of them, or none.
@@ -56,12 +59,12 @@ class Mover:
                 raise self._record.machines[component].refusal(trigger)
         self._record.owner.settle()
         moves = [
-            (site, target)
+            self._move(site, target)
             for component, trigger in triggers.items()
             for site in census.of(component).sites
             if (target := self._target(site, trigger)) is not None and not site.is_on(target)
         ]
-        moving = {id(site) for site, _ in moves}
+        moving = {id(move.site) for move in moves}
         staying = [site for site in census.sites if id(site) not in moving]
         meter = _Meter(self._record.device)
         transfer = Transfer(moves, staying, asked=asked)
@@ -70,7 +73,7 @@ class Mover:
                 self._stage(transfer, component, trigger, deliver_interrupt)
             for component, trigger in triggers.items():
                 self._commit(transfer, component, trigger, meter)
-            self._remember_offloaded_scalars(moves)
+            self._remember_what_was_found(moves)
             if Component.MODEL in triggers:
                 self._record.owner.moved(self._record[Component.MODEL])
 
@@ -84,7 +87,7 @@ class Mover:
         """Put tensors where they belong in the placement that their component has anyway."""
         for component, placement in self._record.placements().items():
             moves = [
-                (site, target)
+                self._move(site, target)
                 for site in strays
                 if site.kind.component is component
                 and (target := self._record.residence.of(site.holding, placement)) is not None
@@ -95,6 +98,7 @@ class Mover:
             transfer = Transfer(moves, asked=why)
             with interrupts_held_back() as deliver_interrupt:
                 transfer.stage(component, deliver_interrupt)
+                transfer.land(component)
                 transfer.commit(component)
             moved = meter.add_to(transfer.release(component))
             self._journal.moved(why, component, placement, moved)
@@ -116,6 +120,7 @@ class Mover:
     ) -> None:
         try:
             transfer.stage(component, between)
+            transfer.land(component)
         except BaseException as error:
             state = self._record[component]
             self._journal.triggered(component, trigger, state, state, failure=error)
@@ -148,11 +153,23 @@ class Mover:
             return None
         return self._record.device
 
-    def _remember_offloaded_scalars(self, moves: Iterable[tuple[Site, torch.device]]) -> None:
-        for site, target in moves:
-            if site.holding.host_scalar:
-                remember = self._offloaded_scalars
-                (remember.add if target == CPU else remember.discard)(site.name)
+    def _move(self, site: Site, target: torch.device) -> Move:
+        if target == CPU:
+            return Move(site, target, pinned=site.name not in self._found_pageable)
+        pinned = all(part.is_pinned() for part in parts(site.holding.tensor))
+        return Move(site, target, pinned)
+
+    def _remember_what_was_found(self, moves: Iterable[Move]) -> None:
+        for site, target, pinned in moves:
+            if target == CPU:
+                if site.holding.host_scalar:
+                    self._offloaded_scalars.add(site.name)
+            else:
+                self._offloaded_scalars.discard(site.name)
+                if pinned:
+                    self._found_pageable.discard(site.name)
+                else:
+                    self._found_pageable.add(site.name)
 
     def _let_an_empty_optimizer_follow(
         self, triggers: dict[Component, Trigger], census: Census

@@ -1,9 +1,12 @@
 """How bytes move: all of them, or none.
 
-A transfer has three steps. *Stage* copies every storage to its target and builds, for each tensor,
-a twin that looks into the copy. Until it is through nothing has changed, so a failing copy or an
-out-of-memory leaves the module as it was found. *Commit* points each tensor at its twin; it
-allocates nothing and copies nothing. *Release* drops the sources.
+A transfer has four steps. *Stage* begins to copy every storage to its target and builds, for each
+tensor, a twin that looks into the copy. *Land* waits until the copies are there. Until then nothing
+has changed, so a failing copy or an out-of-memory leaves the module as it was found. *Commit*
+points each tensor at its twin; it allocates nothing and copies nothing. *Release* drops the rest.
+
+Host copies are pinned, so that copying uses the whole link; what was found on the host in ordinary
+memory goes back to ordinary memory.
 
 Tensors keep their identity: optimizer keys, hooks and references of callers stay valid. Storages
 that were shared are shared afterwards, and are copied once.
@@ -12,9 +15,11 @@ that were shared are shared afterwards, and are copied once.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +50,20 @@ class Moved:
     host_bytes: tuple[int, int] | None = None
 
 
+class Move(NamedTuple):
+    """One tensor's move.
+
+    Attributes:
+        site: the tensor and where it is.
+        target: the device it goes to.
+        pinned: whether its bytes rest in pinned memory on the host, where they go to or come from.
+    """
+
+    site: Site
+    target: torch.device
+    pinned: bool
+
+
 @dataclass
 class _Swap:
     """A tensor, and the twin whose bytes and device it is to take over."""
@@ -59,6 +78,7 @@ class _Part:
 
     swaps: list[_Swap] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
+    copying_on: set[torch.device] = field(default_factory=set)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -71,7 +91,7 @@ class Transfer:
     """A move of tensors, planned from a census.
 
     Args:
-        moves: each site that moves, with the device it goes to.
+        moves: what is to move.
         staying: the sites that do not move. None may look into a storage that moves.
         asked: the call this is for, as errors name it.
 
@@ -83,7 +103,7 @@ class Transfer:
 
     def __init__(
         self,
-        moves: Sequence[tuple[Site, torch.device]],
+        moves: Sequence[Move],
         staying: Sequence[Site] = (),
         *,
         asked: str,
@@ -98,7 +118,8 @@ class Transfer:
         self._refuse_what_does_not_fit()
 
     def stage(self, component: Component, between: Callable[[], None] = lambda: None) -> None:
-        """Copy everything of ``component``. Raises what torch raises; nothing has changed then.
+        """Begin to copy everything of ``component``. Raises what torch raises; nothing has changed
+        then.
 
         A storage that two components share is copied for the one that is staged first.
 
@@ -108,30 +129,35 @@ class Transfer:
         """
         part = self._parts.setdefault(component, _Part())
         with torch.no_grad(), part.timed():
-            for site, target in self._moves:
-                if site.kind.component is component:
+            for move in self._moves:
+                if move.site.kind.component is component:
                     between()
-                    self._stage_tensor(site.holding.tensor, target, part)
+                    self._stage_tensor(move.site.holding.tensor, move, part)
 
-    def _stage_tensor(
-        self, tensor: torch.Tensor, target: torch.device, part: _Part
-    ) -> torch.Tensor:
+    def land(self, component: Component) -> None:
+        """Wait for the copies of ``component``: what is committed may be read at once."""
+        part = self._parts[component]
+        with part.timed():
+            for device in part.copying_on:
+                torch.accelerator.current_stream(device).synchronize()
+
+    def _stage_tensor(self, tensor: torch.Tensor, move: Move, part: _Part) -> torch.Tensor:
         """Make the twin of ``tensor``, and the swap that commits it."""
         if (known := self._twins.get(id(tensor))) is not None:
             return known  # held under two names
-        if tensor.device == target and not inner_tensors(tensor):
+        if tensor.device == move.target and not inner_tensors(tensor):
             return tensor  # the part of a wrapper that is where it belongs already
         if inner := inner_tensors(tensor):
-            twins = {name: self._stage_tensor(value, target, part) for name, value in inner.items()}
+            twins = {name: self._stage_tensor(value, move, part) for name, value in inner.items()}
             twin = rewrap(tensor, twins)
         else:
             if (base := view_base(tensor)) is not None:
                 # Autograd keeps the base alive; if it stayed behind, so would the bytes.
-                self._stage_tensor(base, target, part)
+                self._stage_tensor(base, move, part)
             key = storage_address(tensor)
             if key not in self._copies:
-                self._copies[key] = _copied(tensor, target, part.moved)
-            twin = torch.empty(0, dtype=tensor.dtype, device=target)
+                self._copies[key] = _copied(tensor, move, part)
+            twin = torch.empty(0, dtype=tensor.dtype, device=move.target)
             twin.set_(self._copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         self._twins[id(tensor)] = twin
         part.swaps.append(_Swap(tensor, twin))
@@ -159,7 +185,7 @@ class Transfer:
     def _refuse_what_cannot_move(self) -> None:
         stuck = [
             str(site)
-            for site, _ in self._moves
+            for site, _, _ in self._moves
             if not all(has_storage(part) for part in parts(site.holding.tensor))
         ]
         if stuck:
@@ -173,7 +199,9 @@ class Transfer:
             )
 
     def _refuse_to_split(self, staying: Sequence[Site]) -> None:
-        moving = {storage_address(p) for site, _ in self._moves for p in parts(site.holding.tensor)}
+        moving = {
+            storage_address(p) for site, _, _ in self._moves for p in parts(site.holding.tensor)
+        }
         split = [
             str(site)
             for site in staying
@@ -190,8 +218,8 @@ class Transfer:
             )
 
     def _refuse_what_does_not_fit(self) -> None:
-        for target in {target for _, target in self._moves}:
-            need = sum(site.nbytes for site, to in self._moves if same_device(to, target))
+        for target in {move.target for move in self._moves}:
+            need = sum(m.site.nbytes for m in self._moves if same_device(m.target, target))
             free = free_bytes(target)
             if free is not None and need > free:
                 raise NotEnoughMemory(
@@ -202,16 +230,33 @@ class Transfer:
                 )
 
 
-def _copied(tensor: torch.Tensor, target: torch.device, moved: Moved) -> torch.UntypedStorage:
-    """A copy on ``target`` of all the bytes that ``tensor`` looks into, its padding and its
-    neighbours included."""
+def _copied(tensor: torch.Tensor, move: Move, part: _Part) -> torch.UntypedStorage:
+    """Begin to copy all the bytes that ``tensor`` looks into, its padding and its neighbours
+    included; the copy's storage."""
     source = tensor.untyped_storage()
     nbytes = source.nbytes()
-    copy = torch.empty(nbytes, dtype=torch.uint8, device=target)
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    copy.copy_(whole.set_(source, 0, (nbytes,), (1,)))
-    if target.type == "cpu":
-        moved.to_host += nbytes
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source, 0, (nbytes,), (1,))
+    if move.target.type == "cpu":
+        copy = _host_bytes(nbytes, pinned=move.pinned)
+        part.moved.to_host += nbytes
+        part.copying_on.add(tensor.device)
     else:
-        moved.to_device += nbytes
+        copy = torch.empty(nbytes, dtype=torch.uint8, device=move.target)
+        part.moved.to_device += nbytes
+        part.copying_on.add(move.target)
+    copy.copy_(whole, non_blocking=True)
     return copy.untyped_storage()
+
+
+def _host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Uninitialised host memory; ordinary memory, with a warning, where pinning fails."""
+    if pinned:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            warnings.warn(
+                f"{nbytes:,} bytes of host memory could not be pinned, and moves will be slower: "
+                f"{error}",
+                stacklevel=2,
+            )
+    return torch.empty(nbytes, dtype=torch.uint8)

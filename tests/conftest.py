@@ -40,7 +40,9 @@ def device_type(pytestconfig: pytest.Config) -> str:
     if device == "sim":
         from placement import sim
 
+        # A copy that is not waited for is read as poison: a missing wait fails every time.
         sim.enable()
+        sim.set_delayed_copies(True)
     return device
 
 
@@ -70,6 +72,6 @@ def four_ranks(device_type: str) -> Iterator[Ranks]:
 def _ranks(size: int, device_type: str) -> Iterator[Ranks]:
     if device_type != "sim" and torch.accelerator.device_count() < size:
         pytest.skip(f"needs {size} devices, this machine has {torch.accelerator.device_count()}")
-    ranks = Ranks(size, device_type)
+    ranks = Ranks(size, device_type, delayed_copies=device_type == "sim")
     yield ranks
     ranks.close()

@@ -240,3 +240,57 @@ def test_a_failure_inside_the_commit_tears_the_module(
     assert not manager.may_save()
     with pytest.raises(TornPlacement, match="an earlier move failed"):
         manager.onload()
+
+
+# Waiting.
+
+
+def read_after_an_offload(manager: PlacementManager) -> bool:
+    """Whether what the host reads right after an offload is what was on the device."""
+    before = values(manager.census())
+    manager.offload()
+    after = values(manager.census())
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_offloaded_means_that_the_host_may_read(one_rank: str) -> None:
+    module = sharded(normed())
+    assert read_after_an_offload(PlacementManager(module))
+
+
+def test_without_the_wait_the_host_reads_too_early(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if one_rank != "sim":
+        pytest.skip("lets copies land late, which only the simulated accelerator can")
+    monkeypatch.setattr(Transfer, "land", lambda self, component: None)
+    assert not read_after_an_offload(PlacementManager(sharded(normed())))
+
+
+def test_host_copies_are_pinned_and_what_was_found_pageable_stays_so(one_rank: str) -> None:
+    offloaded = PlacementManager(normed().to(one_rank))
+    offloaded.offload()
+    assert all(parameter.is_pinned() for parameter in offloaded.module.parameters())
+    found_pageable = PlacementManager(normed())
+    found_pageable.onload()
+    found_pageable.offload()
+    assert not any(parameter.is_pinned() for parameter in found_pageable.module.parameters())
+
+
+def test_memory_that_can_not_be_pinned_is_ordinary_memory_and_a_warning(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def refuse(*args: object, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("host memory exhausted")
+        return empty(*args, **kwargs)
+
+    manager = PlacementManager(normed().to(one_rank))
+    before = values(manager.census())
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        manager.offload()
+    monkeypatch.undo()
+    assert_equal(values(manager.census()), before)

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, Shardin
 from torch.nn.parallel import DistributedDataParallel
 
 from placement import (
+    Component,
     Mode,
     OwnershipUnclear,
     Placement,
@@ -96,8 +97,10 @@ def fsdp1_whole_lifecycle(use_orig_params: bool, strategy: ShardingStrategy) -> 
             if event.kind.value == "trigger"
         ] == [
             ("model", "onload", "cpu_manual", "gpu"),
+            ("optimizer", "onload", "cpu_manual", "gpu"),
             ("model", "save", "gpu", "gpu"),
             ("model", "offload", "gpu", "cpu_manual"),
+            ("optimizer", "offload", "gpu", "cpu_manual"),
         ]
         assert settled(manager) == found
     manager.onload()
@@ -142,7 +145,7 @@ class Foreign(nn.Linear):
 
 class ForeignOwner(PlainModule):
     name = "somebody else's"
-    stages = frozenset({Operation.EXPORT})
+    stages = {Operation.EXPORT: frozenset({Component.MODEL})}  # noqa: RUF012
 
     @classmethod
     def recognise(cls, module: nn.Module) -> ForeignOwner | None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from placement.states import Operation, Placement
+from placement.states import Component, Operation, Placement
 from placement.tensors import Holding, Kind
 
 
@@ -24,9 +24,9 @@ class Owner(abc.ABC):
     name: ClassVar[str]
     """What errors and traces call this kind."""
 
-    stages: ClassVar[frozenset[Operation]] = frozenset()
-    """The operations for which this kind needs the parameters on the compute device, although
-    the operation only reads or writes values (FSDP1's state dict gathers there)."""
+    stages: ClassVar[Mapping[Operation, frozenset[Component]]] = {}
+    """What this kind needs on the compute device for an operation that only reads or writes
+    values (FSDP1's state dicts gather there)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -2,7 +2,7 @@
 
 FSDP1 keeps the parameters of a wrapped module in one flat parameter, into which the originals are
 views. They share its storage, so they move with it. Its state dicts are gathered on the compute
-device, so a checkpoint needs the parameters there (``stages``).
+device, so a checkpoint needs parameters and optimizer state there (``stages``).
 
 FSDP1's own ``CPUOffload`` keeps the flat parameters on the host and is not FSDP2's policy: there is
 no placement for it, and such a module is refused.
@@ -17,7 +17,7 @@ from torch import nn
 
 from placement.errors import CannotMove, OwnershipUnclear
 from placement.owners.base import Owner, module_holdings
-from placement.states import Operation
+from placement.states import Component, Operation
 from placement.tensors import Holding, Kind
 from placement.torch_private import FlatHandle, flat_handles
 
@@ -26,7 +26,11 @@ class FSDP1Module(Owner):
     """A module with at least one FSDP1 wrapper in it."""
 
     name = "FSDP1"
-    stages = frozenset({Operation.SAVE, Operation.LOAD, Operation.EXPORT})
+    stages = {  # noqa: RUF012  (declared a ClassVar by Owner)
+        Operation.SAVE: frozenset(Component),
+        Operation.LOAD: frozenset(Component),
+        Operation.EXPORT: frozenset({Component.MODEL}),
+    }
 
     def __init__(self, module: nn.Module, handles: list[FlatHandle]) -> None:
         super().__init__(module)

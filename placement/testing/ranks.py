@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -49,38 +49,51 @@ class Ranks:
     Args:
         size: how many.
         device: type of the compute device; ``sim`` enables the simulated accelerator in each.
+        delayed_copies: on the simulated accelerator, let copies land as late as they may.
     """
 
-    def __init__(self, size: int, device: str) -> None:
+    def __init__(self, size: int, device: str, *, delayed_copies: bool = False) -> None:
         self.size = size
         self._device = device
+        self._delayed_copies = delayed_copies
         self._workers: list[_Worker] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
 
-    def run(self, body: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    def run(
+        self,
+        body: Callable[..., Any],
+        *args: Any,
+        deadline: float = DEADLINE,
+        dies: Collection[int] = (),
+    ) -> list[Any]:
         """Run ``body(*args)`` on every rank.
 
         Args:
             body: an importable function. It finds its rank with ``torch.distributed``.
             args: passed to it; picklable.
             deadline: seconds that it may take.
+            dies: ranks whose process the body ends. They get new ones.
 
         Returns:
-            What it returned on each rank, in order of the ranks.
+            What it returned on each rank, in order of the ranks; None for those that died.
 
         Raises:
             RankFailed: it raised on a rank.
             RanksTimedOut: it did not end in time.
         """
         if not self._workers:
-            self._start()
+            self._workers = [self._started(rank) for rank in range(self.size)]
         self._runs += 1
         rendezvous = Path(self._scratch.name) / f"run{self._runs}"
         for worker in self._workers:
             worker.pipe.send((body, args, str(rendezvous)))
         try:
-            return self._results(time.monotonic() + deadline)
+            results = self._results(time.monotonic() + deadline, dies)
+            for rank in dies:
+                _end(self._workers[rank])
+                self._workers[rank] = self._started(rank)
+            return results
         except BaseException:
             self.close()
             raise
@@ -88,24 +101,22 @@ class Ranks:
     def close(self) -> None:
         """End all processes; the next run starts new ones."""
         for worker in self._workers:
-            if worker.process.pid is not None and worker.process.is_alive():
-                os.kill(worker.process.pid, signal.SIGKILL)  # also ends a stopped process
-            worker.process.join()
-            worker.pipe.close()
+            _end(worker)
         self._workers = []
 
-    def _start(self) -> None:
+    def _started(self, rank: int) -> _Worker:
         context = mp.get_context("spawn")
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.size, self._device), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours))
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(theirs, rank, self.size, self._device, self._delayed_copies),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
 
-    def _results(self, ends: float) -> list[Any]:
+    def _results(self, ends: float, dies: Collection[int]) -> list[Any]:
         results: dict[int, Any] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
         while waiting:
@@ -119,6 +130,9 @@ class Ranks:
                 try:
                     succeeded, value = pipe.recv()
                 except EOFError:
+                    if rank in dies:
+                        results[rank] = None
+                        continue
                     raise RankFailed(f"the process of rank {rank} died") from None
                 if not succeeded:
                     raise RankFailed(f"rank {rank} of {self.size} failed:\n{value}")
@@ -126,13 +140,21 @@ class Ranks:
         return [results[rank] for rank in range(self.size)]
 
 
-def _serve(pipe: Connection, rank: int, size: int, device: str) -> None:
+def _end(worker: _Worker) -> None:
+    if worker.process.pid is not None and worker.process.is_alive():
+        os.kill(worker.process.pid, signal.SIGKILL)  # also ends a stopped process
+    worker.process.join()
+    worker.pipe.close()
+
+
+def _serve(pipe: Connection, rank: int, size: int, device: str, delayed_copies: bool) -> None:
     """A rank's process: run one body after the other, each in a process group of its own."""
     torch.set_num_threads(1)
     if device == "sim":
         from placement import sim
 
         sim.enable()
+        sim.set_delayed_copies(delayed_copies)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             body, args, rendezvous = pipe.recv()

@@ -18,12 +18,14 @@ def enabled_simulation(device_type: str) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_devices(enabled_simulation: None) -> Iterator[None]:
-    """Each test starts on device 0, with default capacities, nothing cached, nothing in flight."""
+    """Each test starts on device 0, with default capacities, nothing cached, nothing in flight,
+    and prompt copies; the rest of the suite has delayed ones."""
+    sim.set_delayed_copies(False)
     torch.sim.empty_cache()
     torch.accelerator.empty_host_cache()
     torch.sim.reset_peak_memory_stats(0)
     yield
-    sim.set_delayed_copies(False)
+    sim.set_delayed_copies(True)
     for index in range(torch.sim.device_count()):
         torch.sim.synchronize(index)
         sim.set_capacity(None, index)
