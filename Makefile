@@ -9,13 +9,16 @@ INSTALLED := $(VENV)/.installed
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types clean
+.PHONY: demo test bench lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
 
 test: $(INSTALLED) lint types
 	$(BIN)/python -m pytest $(if $(DEVICE),--device $(DEVICE))
+
+bench: $(INSTALLED)
+	$(BIN)/python tests/bench/idle.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
