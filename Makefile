@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
 
 test: $(INSTALLED) lint types
-	$(BIN)/python -m pytest $(if $(DEVICE),--device $(DEVICE))
+	$(BIN)/python -m pytest $(if $(DEVICE),--placement-device $(DEVICE))
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/bench/idle.py

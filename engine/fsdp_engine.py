@@ -87,7 +87,7 @@ class FSDPEngine:
         offload: Offload = Offload.NONE,
         mesh: DeviceMesh,
         max_grad_norm: float = 1.0,
-        verify: Literal["boundaries", "always"] = "boundaries",
+        verify: Literal["boundaries", "always"] | None = None,
         trace: Trace | None = None,
     ) -> None:
         policy = CPUOffloadPolicy() if offload is Offload.POLICY else OffloadPolicy()

@@ -3,44 +3,93 @@
 The public API is what this module lists; everything else may change.
 """
 
-from placement.census import Census, Site
-from placement.device import find_compute_device
-from placement.errors import (
-    AlreadyManaged,
-    CannotMove,
-    ContradictoryOptions,
-    Detached,
-    ForeignOptimizer,
-    IllegalTransition,
-    NoAccelerator,
-    NotEnoughMemory,
-    NothingToPlace,
-    OwnershipChanged,
-    OwnershipUnclear,
-    PlacementDrift,
-    PlacementError,
-    PlacementHeld,
-    ScatteredModule,
-    TornPlacement,
-)
-from placement.machine import PlacementMachine
-from placement.manager import PlacementManager
-from placement.owners import Owner, owner_of, register
-from placement.states import (
-    TABLE,
-    Component,
-    Illegal,
-    Integrity,
-    Legal,
-    Mode,
-    Operation,
-    Placement,
-    Trigger,
-)
-from placement.tensors import Holding, Kind
-from placement.trace import Event, EventKind, Outcome, Trace
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placement.lazy import importing_on_first_use
+
+if TYPE_CHECKING:
+    from placement.census import Census, Site
+    from placement.device import find_compute_device
+    from placement.errors import (
+        AlreadyManaged,
+        CannotMove,
+        ContradictoryOptions,
+        Detached,
+        ForeignOptimizer,
+        IllegalTransition,
+        NoAccelerator,
+        NotEnoughMemory,
+        NothingToPlace,
+        OwnershipChanged,
+        OwnershipUnclear,
+        PlacementDrift,
+        PlacementError,
+        PlacementHeld,
+        ScatteredModule,
+        TornPlacement,
+    )
+    from placement.machine import PlacementMachine
+    from placement.manager import PlacementManager
+    from placement.owners import Owner, owner_of, register
+    from placement.states import (
+        TABLE,
+        Component,
+        Illegal,
+        Integrity,
+        Legal,
+        Mode,
+        Operation,
+        Placement,
+        Trigger,
+    )
+    from placement.tensors import Holding, Kind
+    from placement.trace import Event, EventKind, Outcome, Trace
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "AlreadyManaged": "placement.errors",
+    "CannotMove": "placement.errors",
+    "Census": "placement.census",
+    "Component": "placement.states",
+    "ContradictoryOptions": "placement.errors",
+    "Detached": "placement.errors",
+    "Event": "placement.trace",
+    "EventKind": "placement.trace",
+    "ForeignOptimizer": "placement.errors",
+    "Holding": "placement.tensors",
+    "Illegal": "placement.states",
+    "IllegalTransition": "placement.errors",
+    "Integrity": "placement.states",
+    "Kind": "placement.tensors",
+    "Legal": "placement.states",
+    "Mode": "placement.states",
+    "NoAccelerator": "placement.errors",
+    "NotEnoughMemory": "placement.errors",
+    "NothingToPlace": "placement.errors",
+    "Operation": "placement.states",
+    "Outcome": "placement.trace",
+    "Owner": "placement.owners",
+    "OwnershipChanged": "placement.errors",
+    "OwnershipUnclear": "placement.errors",
+    "Placement": "placement.states",
+    "PlacementDrift": "placement.errors",
+    "PlacementError": "placement.errors",
+    "PlacementHeld": "placement.errors",
+    "PlacementMachine": "placement.machine",
+    "PlacementManager": "placement.manager",
+    "ScatteredModule": "placement.errors",
+    "Site": "placement.census",
+    "TABLE": "placement.states",
+    "TornPlacement": "placement.errors",
+    "Trace": "placement.trace",
+    "Trigger": "placement.states",
+    "find_compute_device": "placement.device",
+    "owner_of": "placement.owners",
+    "register": "placement.owners",
+}
 
 __all__ = [
     "TABLE",
@@ -83,3 +132,6 @@ __all__ = [
     "owner_of",
     "register",
 ]
+
+
+__getattr__ = importing_on_first_use(__name__, globals(), _HOMES)

@@ -12,8 +12,13 @@ from typing import Any
 
 from transitions import MachineError
 
+from placement.trace import Event
+
 _SHOWN = 8
 """How many tensors a message lists; the attribute ``tensors`` holds all of them."""
+
+_CHANGES_SHOWN = 3
+"""How many of the last changes a message tells; the attribute ``events`` holds more."""
 
 
 class PlacementError(Exception):
@@ -25,6 +30,8 @@ class PlacementError(Exception):
         why: the reason.
         tensors: lines of the form ``name (kind) on device`` for each tensor that shows it.
         instead: what to do.
+        events: the last events of the module's trace, oldest first; empty where a manager was
+            still being made.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class PlacementError(Exception):
         self.why = why
         self.tensors = tuple(tensors)
         self.instead = instead
+        self.events: tuple[Event, ...] = ()
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -47,8 +55,14 @@ class PlacementError(Exception):
                 *_labelled("why:", [f"{self.why}."]),
                 *_labelled("tensors:", tensors),
                 *_labelled("instead:", [f"{self.instead}."]),
+                *_labelled("lately:", self._lately()),
             ]
         )
+
+    def _lately(self) -> list[str]:
+        """The last events that changed where the module is, or tried to."""
+        changes = [event for event in self.events if event.changes_placement]
+        return [event.in_words(self.events[-1].monotonic) for event in changes[-_CHANGES_SHOWN:]]
 
     def __str__(self) -> str:
         # MachineError, a base of one subclass, would print the repr of the message.
@@ -65,7 +79,9 @@ def _labelled(label: str, lines: Sequence[str]) -> list[str]:
 
 def _rebuild(cls: type[PlacementError], parts: dict[str, Any]) -> PlacementError:
     names = ("asked", "state", "why", "instead", "tensors")
-    return cls(**{name: parts[name] for name in names})
+    error = cls(**{name: parts[name] for name in names})
+    error.events = parts["events"]
+    return error
 
 
 class IllegalTransition(PlacementError, MachineError):

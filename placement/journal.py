@@ -160,6 +160,7 @@ class Journal:
                 detail=one_line(error),
                 **self._where(),
             )
+            error.events = self.trace.last_of(self._module)
             raise
 
     def _where(self) -> dict[str, Any]:

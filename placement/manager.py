@@ -8,6 +8,7 @@ that they found. What it did stands in the trace (``journal.py``, ``trace.py``).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from placement.census import Census
 from placement.errors import AlreadyManaged, ContradictoryOptions, Detached, PlacementDrift
@@ -30,6 +32,9 @@ from placement.trace import Trace, call_site, process_trace
 from placement.watch import ForeignWatch
 
 _LOG = logging.getLogger("placement")
+
+VERIFY_VARIABLE = "TORCH_PLACEMENT_VERIFY"
+"""Environment variable: ``verify=`` for managers that are not told."""
 
 
 class PlacementManager:
@@ -53,7 +58,9 @@ class PlacementManager:
             they show none.
         verify: when the census is compared with the record. ``"boundaries"``: before anything
             moves, at save, load and export, and on :meth:`verify`. ``"always"``: at the beginning
-            of every context too, which walks over all tensors.
+            of every context too, which walks over all tensors. None: what the environment
+            variable ``TORCH_PLACEMENT_VERIFY`` says (the pytest plugin sets ``always``), else
+            ``"boundaries"``.
         trace: where events go; by default the trace of the process.
 
     Under FSDP2's ``CPUOffloadPolicy`` buffers and ignored parameters are FSDP2's to compute with
@@ -80,7 +87,7 @@ class PlacementManager:
         stays: Iterable[str] = (),
         rest: Placement | None = None,
         on_drift: Literal["raise", "adopt"] = "raise",
-        verify: Literal["boundaries", "always"] = "boundaries",
+        verify: Literal["boundaries", "always"] | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.module = module
@@ -108,7 +115,7 @@ class PlacementManager:
                 why="two managers would move the same tensors and each find drift",
                 instead="use the manager that is there, or detach() it first",
             ) from None
-        self._verify_always = verify == "always"
+        self._verify_always = _verify(verify) == "always"
         self._adopt_on_drift = on_drift == "adopt"
         self._lock = threading.RLock()
         self._place_what_the_owner_leaves_to_us()
@@ -287,7 +294,8 @@ class PlacementManager:
         found = lease.found[Component.MODEL]
         failure: BaseException | None = None
         try:
-            yield mode
+            with record_function(f"placement: {operation.value}"):
+                yield mode
             if operation is Operation.LOAD:
                 self._put_right_what_was_loaded()
         except BaseException as error:
@@ -411,6 +419,18 @@ class PlacementManager:
             )
         with self._journal.refusals("rest", self.placement):
             self._mover.bring(dict.fromkeys(self._record.machines, rest), f"rest={rest.value}")
+
+
+def _verify(asked: str | None) -> str:
+    wanted = asked or os.environ.get(VERIFY_VARIABLE) or "boundaries"
+    if wanted not in ("boundaries", "always"):
+        raise ContradictoryOptions(
+            asked=f"verify={wanted}",
+            state=f"it comes from {'the call' if asked else VERIFY_VARIABLE}",
+            why="only boundaries and always are known",
+            instead="choose one of the two",
+        )
+    return wanted
 
 
 _BY_HAND = (Placement.GPU, Placement.CPU_MANUAL)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.profiler import record_function
 
 from placement.census import Census, Site
 from placement.device import allocated_bytes, resident_bytes
@@ -68,7 +69,8 @@ class Mover:
         staying = [site for site in census.sites if id(site) not in moving]
         meter = _Meter(self._record.device)
         transfer = Transfer(moves, staying, asked=asked)
-        with interrupts_held_back() as deliver_interrupt:
+        span = record_function(f"placement: {', '.join(t.value for t in set(triggers.values()))}")
+        with span, interrupts_held_back() as deliver_interrupt:
             for component, trigger in triggers.items():
                 self._stage(transfer, component, trigger, deliver_interrupt)
             for component, trigger in triggers.items():

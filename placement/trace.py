@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib.util
 import json
 import logging
 import os
@@ -22,9 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
 SCHEMA = "torch-placement-trace"
 SCHEMA_VERSION = 1
 """Raised when a field changes its meaning or goes. A new field alone does not raise it."""
@@ -33,9 +31,10 @@ TRACE_VARIABLE = "TORCH_PLACEMENT_TRACE"
 """Environment variable: a directory into which the process's trace is streamed."""
 
 _LOG = logging.getLogger("placement.trace")
+_TORCH = importlib.util.find_spec("torch")
 _PASSED_OVER = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    *(_TORCH.submodule_search_locations or () if _TORCH is not None else ()),
     os.path.abspath(contextlib.__file__),
 )
 """Files whose frames are not what a reader looks for: ours, torch's and contextlib's."""
@@ -136,6 +135,29 @@ class Event(NamedTuple):
             or (self.kind is EventKind.TRIGGER and self.source != self.dest)
         )
 
+    @property
+    def changes_placement(self) -> bool:
+        """Whether it changed where tensors are, or tried to."""
+        return self.moved or (
+            self.kind in (EventKind.FOREIGN, EventKind.ADOPTION)
+            or (self.kind is EventKind.TRIGGER and self.outcome is Outcome.FAILED)
+        )
+
+    def in_words(self, now: float) -> str:
+        """One line for a person.
+
+        Args:
+            now: seconds of the monotonic clock, to say how long ago it was.
+        """
+        what = " ".join(filter(None, (self.component, self.name)))
+        where = f"{self.source} → {self.dest}" if self.source != self.dest else f"in {self.dest}"
+        how = ""
+        if self.kind is EventKind.FOREIGN:
+            how = ", past the manager"
+        elif self.outcome is not Outcome.OK:
+            how = f", {self.outcome.value}: {self.detail}"
+        return f"{now - self.monotonic:.3f} s before: {what} {where}{how} at {self.call_site}"
+
     def as_json(self) -> str:
         """One line, fields in the order above."""
         plain = self._asdict()
@@ -222,6 +244,16 @@ class Trace:
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", event.as_json())
 
+    def last_of(self, module: str, count: int = 20) -> tuple[Event, ...]:
+        """The last ``count`` events of one module, oldest first."""
+        found: list[Event] = []
+        for event in reversed(self._events):
+            if event.module == module:
+                found.append(event)
+                if len(found) == count:
+                    break
+        return tuple(reversed(found))
+
     def moves(self) -> list[Event]:
         """The events in which tensors moved."""
         return [event for event in self if event.moved]
@@ -256,12 +288,28 @@ def process_trace() -> Trace:
     return _process_trace
 
 
+def use_process_trace(trace: Trace) -> Trace:
+    """Let managers made from now on share ``trace``.
+
+    Returns:
+        The one that they shared before.
+    """
+    global _process_trace
+    found, _process_trace = process_trace(), trace
+    return found
+
+
 _process_trace: Trace | None = None
 
 
 def current_rank() -> int:
     """This process's rank in the default group, 0 without one."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    # Reading traces needs no torch, and a process that has not imported it is in no group.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    rank: int = dist.get_rank()
+    return rank
 
 
 def call_site() -> str:

@@ -1,8 +1,9 @@
-"""Where the tests run is decided here: ``--device``, else what torch finds, else simulated."""
+"""What the tests share. Where they run (``--placement-device``), and the ranks, come from our own
+pytest plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,37 +14,16 @@ from placement.testing import Ranks
 from placement.testing.ranks import join_group
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--device",
-        default="",
-        help="compute device type; by default the accelerator that torch finds, else sim",
-    )
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"compute device: {_device_type(config)}"
-
-
-def _device_type(config: pytest.Config) -> str:
-    if asked := config.getoption("--device"):
-        return str(asked)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None else "sim"
-
-
 @pytest.fixture(scope="session")
-def device_type(pytestconfig: pytest.Config) -> str:
+def device_type(placement_device: str) -> str:
     """Type of the compute device, ready to use in this process."""
-    device = _device_type(pytestconfig)
     torch.set_num_threads(1)
-    if device == "sim":
+    if placement_device == "sim":
         from placement import sim
 
         # A copy that is not waited for is read as poison: a missing wait fails every time.
-        sim.enable()
         sim.set_delayed_copies(True)
-    return device
+    return placement_device
 
 
 @pytest.fixture(scope="session")
@@ -55,23 +35,15 @@ def one_rank(device_type: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def trace() -> Trace:
-    return Trace()
+def trace(placement_trace: Trace) -> Trace:
+    return placement_trace
 
 
 @pytest.fixture(scope="session")
-def two_ranks(device_type: str) -> Iterator[Ranks]:
-    yield from _ranks(2, device_type)
+def two_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+    return ranks(2)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(device_type: str) -> Iterator[Ranks]:
-    yield from _ranks(4, device_type)
-
-
-def _ranks(size: int, device_type: str) -> Iterator[Ranks]:
-    if device_type != "sim" and torch.accelerator.device_count() < size:
-        pytest.skip(f"needs {size} devices, this machine has {torch.accelerator.device_count()}")
-    ranks = Ranks(size, device_type, delayed_copies=device_type == "sim")
-    yield ranks
-    ranks.close()
+def four_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+    return ranks(4)

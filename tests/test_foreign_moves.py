@@ -23,6 +23,7 @@ from placement import (
     PlacementManager,
     Trace,
 )
+from placement.testing import Ranks
 
 Move = Callable[[nn.Module, str], object]
 
@@ -211,7 +212,7 @@ def test_another_module_on_meta_can_be_materialised(one_rank: str) -> None:
 # Leaving no trace.
 
 
-def test_the_wrapper_is_there_only_while_a_manager_lives(one_rank: str) -> None:
+def wrapper_lives_as_long_as_managers() -> None:
     gc.collect()
     found = nn.Module._apply
     assert found.__module__ == "torch.nn.modules.module"
@@ -223,6 +224,10 @@ def test_the_wrapper_is_there_only_while_a_manager_lives(one_rank: str) -> None:
     del second
     gc.collect()
     assert nn.Module._apply is found
+
+
+def test_the_wrapper_is_there_only_while_a_manager_lives(two_ranks: Ranks) -> None:
+    two_ranks.run(wrapper_lives_as_long_as_managers)  # in a process without other managers
 
 
 def test_a_detached_manager_refuses_and_lets_go(one_rank: str, trace: Trace) -> None:

@@ -160,12 +160,13 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, delayed_copies: 
             body, args, rendezvous = pipe.recv()
             try:
                 join_group(device, rank, size, rendezvous)
-                try:
-                    pipe.send((True, body(*args)))
-                finally:
-                    dist.destroy_process_group()
+                pipe.send((True, body(*args)))
             except BaseException:
+                # Before the group goes, which makes the other ranks fail, too.
                 pipe.send((False, traceback.format_exc()))
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
 
 def join_group(device: str, rank: int, size: int, rendezvous: str) -> None:
