@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScatteredModule,
         TornPlacement,
     )
+    from placement.explain import Explanation, Finding, explain
     from placement.machine import PlacementMachine
     from placement.manager import PlacementManager
     from placement.owners import Owner, owner_of, register
@@ -58,6 +59,8 @@ _HOMES = {
     "Detached": "placement.errors",
     "Event": "placement.trace",
     "EventKind": "placement.trace",
+    "Explanation": "placement.explain",
+    "Finding": "placement.explain",
     "ForeignOptimizer": "placement.errors",
     "Holding": "placement.tensors",
     "Illegal": "placement.states",
@@ -86,6 +89,7 @@ _HOMES = {
     "TornPlacement": "placement.errors",
     "Trace": "placement.trace",
     "Trigger": "placement.states",
+    "explain": "placement.explain",
     "find_compute_device": "placement.device",
     "owner_of": "placement.owners",
     "register": "placement.owners",
@@ -101,6 +105,8 @@ __all__ = [
     "Detached",
     "Event",
     "EventKind",
+    "Explanation",
+    "Finding",
     "ForeignOptimizer",
     "Holding",
     "Illegal",
@@ -128,6 +134,7 @@ __all__ = [
     "TornPlacement",
     "Trace",
     "Trigger",
+    "explain",
     "find_compute_device",
     "owner_of",
     "register",
