@@ -102,6 +102,20 @@ class Journal:
             **self._where(),
         )
 
+    def copying(
+        self, kind: EventKind, component: Component, name: str, placement: Placement
+    ) -> None:
+        """Copies of a component were issued, or have landed."""
+        self.trace.record(
+            module=self._module,
+            component=component.value,
+            kind=kind,
+            name=name,
+            source=placement.value,
+            dest=placement.value,
+            **self._where(),
+        )
+
     def moved(self, why: str, component: Component, placement: Placement, moved: Moved) -> None:
         """Tensors were put right in the placement that they have anyway."""
         self.trace.record(

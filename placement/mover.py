@@ -23,6 +23,7 @@ from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.tensors import parts
+from placement.trace import EventKind
 from placement.transfer import Move, Moved, Transfer
 
 
@@ -99,8 +100,7 @@ class Mover:
             meter = _Meter(self._record.device)
             transfer = Transfer(moves, asked=why)
             with interrupts_held_back() as deliver_interrupt:
-                transfer.stage(component, deliver_interrupt)
-                transfer.land(component)
+                self._copy(transfer, component, why, deliver_interrupt)
                 transfer.commit(component)
             moved = meter.add_to(transfer.release(component))
             self._journal.moved(why, component, placement, moved)
@@ -121,12 +121,20 @@ class Mover:
         between: Callable[[], None],
     ) -> None:
         try:
-            transfer.stage(component, between)
-            transfer.land(component)
+            self._copy(transfer, component, trigger.value, between)
         except BaseException as error:
             state = self._record[component]
             self._journal.triggered(component, trigger, state, state, failure=error)
             raise
+
+    def _copy(
+        self, transfer: Transfer, component: Component, name: str, between: Callable[[], None]
+    ) -> None:
+        placement = self._record[component]
+        transfer.stage(component, between)
+        self._journal.copying(EventKind.ISSUED, component, name, placement)
+        transfer.land(component)
+        self._journal.copying(EventKind.LANDED, component, name, placement)
 
     def _commit(
         self, transfer: Transfer, component: Component, trigger: Trigger, meter: _Meter

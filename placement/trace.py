@@ -52,6 +52,12 @@ class EventKind(enum.Enum):
     TRIGGER = "trigger"
     """A transition of a component's machine; its bytes are those that it moved."""
 
+    ISSUED = "issued"
+    """Copies of a component were begun. Their targets may not be read yet."""
+
+    LANDED = "landed"
+    """The copies of a component that were issued have arrived."""
+
     MOVE = "move"
     """Tensors that were put right without a change of placement."""
 

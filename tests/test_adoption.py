@@ -90,7 +90,7 @@ def test_buffers_of_a_managed_module_are_put_on_the_compute_device(
         buffer.data = buffer.data.cpu()
     PlacementManager(module, trace=trace).verify()
     assert {buffer.device.type for buffer in module.buffers()} == {one_rank}
-    assert [(event.kind.value, event.name) for event in trace] == [("move", "adopt")]
+    assert [(event.kind.value, event.name) for event in trace.moves()] == [("move", "adopt")]
     normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import pytest
 from models import normed, normed_batch, normed_engine
+from torch.profiler import ProfilerActivity, profile
 
 from engine import Offload
-from placement import EventKind, IllegalTransition, PlacementManager, Trace
+from placement import EventKind, IllegalTransition, PlacementDrift, PlacementManager, Trace
 from placement.trace import SCHEMA, SCHEMA_VERSION, TRACE_VARIABLE
+
+COPYING = (EventKind.ISSUED, EventKind.LANDED)
 
 
 def record(trace: Trace, name: str = "onload") -> None:
@@ -38,6 +42,14 @@ def test_a_step_of_a_manually_offloaded_engine_reads_as_what_happened(
     known = len(trace)
     engine.train_batch(normed_batch(1))
     events = list(trace)[known:]
+    copies = [(e.kind.value, e.component) for e in events if e.kind in COPYING]
+    assert copies == [
+        (kind, component)
+        for _ in ("onload", "offload")
+        for component in ("model", "optimizer")
+        for kind in ("issued", "landed")
+    ]
+    events = [event for event in events if event.kind not in COPYING]
     assert [(e.kind.value, e.component, e.name, e.source, e.dest) for e in events] == [
         ("enter", None, "train", "cpu_manual", "cpu_manual"),
         ("trigger", "model", "onload", "cpu_manual", "gpu"),
@@ -70,7 +82,7 @@ def test_a_refusal_is_recorded_with_its_reason_and_call_site(one_rank: str, trac
 def test_memory_is_recorded_where_something_moved(one_rank: str, trace: Trace) -> None:
     manager = PlacementManager(normed().to(one_rank), trace=trace)
     manager.offload()
-    (event,) = trace
+    (event,) = trace.moves()
     assert event.device_bytes is not None
     assert event.host_bytes is not None
     before, after = event.device_bytes
@@ -122,3 +134,31 @@ def test_events_go_to_the_logging_tree_where_it_is_asked(
     with caplog.at_level(logging.DEBUG, logger="placement.trace"):
         record(Trace())
     assert json.loads(caplog.records[0].getMessage())["name"] == "onload"
+
+
+def test_a_refusal_tells_the_last_moves_of_its_module(one_rank: str, trace: Trace) -> None:
+    other = PlacementManager(normed().to(one_rank))
+    manager = PlacementManager(normed())
+    for _ in range(2):
+        manager.onload()
+        manager.offload()
+    other.offload()
+    manager.module.to(one_rank)
+    with pytest.raises(PlacementDrift) as caught:
+        manager.verify()
+    error = caught.value
+    assert {event.module for event in error.events} == {"Normed#" + error.events[0].module[7:]}
+    lately = str(error).splitlines()[-3:]
+    assert "model onload cpu_manual → gpu at" in lately[0]
+    assert "model offload gpu → cpu_manual at" in lately[1]
+    assert "to() in cpu_manual, past the manager at" in lately[2]
+    assert __file__ in lately[2]
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_moves_and_operations_are_spans_of_the_profiler(one_rank: str) -> None:
+    manager = PlacementManager(normed())
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, manager.evaluating():
+        pass
+    names = {event.key for event in profiled.key_averages()}
+    assert {"placement: evaluate", "placement: onload", "placement: offload"} <= names

@@ -513,6 +513,33 @@ def _in_words(event: Event) -> str:
     return f"{event.name}{of}{mode} ({change(event.source, event.dest)})"
 
 
+class NothingBeforeLanding(Rule):
+    """What was copied is not used before the copies have landed."""
+
+    title = "a read before landing"
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
+        self._in_flight: dict[str | None, Entry] = {}
+
+    def see(self, entry: Entry) -> None:
+        event = entry.event
+        if event.kind is EventKind.ISSUED:
+            self._in_flight[event.component] = entry
+        elif event.kind is EventKind.LANDED or event.outcome is not Outcome.OK:
+            self._in_flight.pop(event.component, None)  # or the move was given up
+        elif event.kind in (EventKind.TRIGGER, EventKind.ENTER, EventKind.OPERATION):
+            for component, issued in self._in_flight.items():
+                if event.component in (None, component):
+                    self.report(
+                        entry,
+                        f"{event.name} while the {component}'s copies of event "
+                        f"{issued.event.number} ({issued.event.name}) were in flight",
+                        elsewhere=(f"issued: {issued.event.call_site}",),
+                    )
+            self._in_flight.clear()
+
+
 class NothingAfterTorn(Rule):
     """No trigger of a module succeeds after one of its moves tore it, until it is recovered."""
 
@@ -608,6 +635,7 @@ RULES: tuple[type[Rule], ...] = (
     LeasesEnd,
     FoundIsRestored,
     RanksInStep,
+    NothingBeforeLanding,
     NothingAfterTorn,
     RefusalsAreHeeded,
 )

@@ -233,6 +233,8 @@ def _census(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Censu
 
 _LINES: dict[EventKind, Callable[[Event], str | None]] = {
     EventKind.ENTER: lambda event: None,
+    EventKind.ISSUED: lambda event: None,
+    EventKind.LANDED: lambda event: None,
     EventKind.OPERATION: lambda event: event.name,
     EventKind.TRIGGER: lambda event: f"{event.component} {event.name} {event.source}->{event.dest}",
     EventKind.MOVE: lambda event: f"move {event.name}",

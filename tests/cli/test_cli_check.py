@@ -60,6 +60,12 @@ def entered_elsewhere(rank: Recorder) -> str:
     return rules.Continuity.title
 
 
+def read_before_landing(rank: Recorder) -> str:
+    rank.event(EventKind.ISSUED, "offload", "gpu", "gpu", component="model")
+    rank.fire(Trigger.OFFLOAD, GPU, at=PLANTED)
+    return rules.NothingBeforeLanding.title
+
+
 def lease_leak(rank: Recorder) -> str:
     rank.train()
     rank.enter(EVALUATE, MANUAL, at=PLANTED)
@@ -143,6 +149,7 @@ def moved_past_the_manager(rank: Recorder) -> str:
     [
         illegal_trigger,
         moved_past_the_manager,
+        read_before_landing,
         wrong_destination,
         unknown_trigger,
         moved_by_somebody_else,
