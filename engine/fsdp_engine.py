@@ -69,6 +69,7 @@ class FSDPEngine:
         mesh: the ranks to shard over, on the compute device.
         max_grad_norm: gradients are clipped to this total 2-norm.
         verify: passed to the manager.
+        deadline: passed to the manager.
         trace: passed to the manager.
 
     Raises:
@@ -88,6 +89,7 @@ class FSDPEngine:
         mesh: DeviceMesh,
         max_grad_norm: float = 1.0,
         verify: Literal["boundaries", "always"] | None = None,
+        deadline: float = 600.0,
         trace: Trace | None = None,
     ) -> None:
         policy = CPUOffloadPolicy() if offload is Offload.POLICY else OffloadPolicy()
@@ -102,7 +104,12 @@ class FSDPEngine:
         self._loss = loss
         self._max_grad_norm = max_grad_norm
         self.manager = PlacementManager(
-            module, self.optimizer, rest=_RESTS[offload], verify=verify, trace=trace
+            module,
+            self.optimizer,
+            rest=_RESTS[offload],
+            verify=verify,
+            deadline=deadline,
+            trace=trace,
         )
 
     # Modes.
@@ -148,7 +155,7 @@ class FSDPEngine:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write model, optimizer, scheduler and step to the directory ``path``, on all ranks
         together, from wherever they are."""
-        with self.manager.saving():
+        with self.manager.saving(self.steps):
             dcp.save(self._state_dict(), checkpoint_id=path)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:

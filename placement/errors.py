@@ -7,7 +7,7 @@ do instead; the parts are attributes too, for a caller that wants to act on them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transitions import MachineError
@@ -78,9 +78,9 @@ def _labelled(label: str, lines: Sequence[str]) -> list[str]:
 
 
 def _rebuild(cls: type[PlacementError], parts: dict[str, Any]) -> PlacementError:
-    names = ("asked", "state", "why", "instead", "tensors")
-    error = cls(**{name: parts[name] for name in names})
-    error.events = parts["events"]
+    error = cls.__new__(cls)
+    error.__dict__.update(parts)
+    error.args = (str(error),)
     return error
 
 
@@ -97,6 +97,38 @@ class AlreadyManaged(PlacementError):
 
 class Detached(PlacementError):
     """The manager was detached from its module."""
+
+
+class RanksDisagree(PlacementError):
+    """The ranks were about to do different things together, or the same in different states. It
+    is raised on all of them, before any did.
+
+    Attributes:
+        said: for each fact that differs, which ranks said what.
+    """
+
+    def __init__(self, *, said: Mapping[str, Mapping[str, Sequence[int]]], **parts: Any) -> None:
+        super().__init__(**parts)
+        self.said = said
+
+
+class RankLost(PlacementError):
+    """A rank did not come to a collective operation, or did not finish it: it is late, it died, or
+    it failed. This is raised on the others, within the deadline. If the operation had begun, what
+    it made on this rank is to be discarded; the placement is restored.
+
+    Attributes:
+        ranks: which, as far as is known.
+    """
+
+    def __init__(self, *, ranks: Sequence[int], **parts: Any) -> None:
+        super().__init__(**parts)
+        self.ranks = tuple(ranks)
+
+
+class GroupPoisoned(PlacementError):
+    """A collective operation after one that failed. Ranks may be missing, or be in the middle of
+    another collective; only local moves are possible."""
 
 
 class TornPlacement(IllegalTransition):

@@ -11,15 +11,22 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
+from placement.agreement import Agreement
 from placement.census import Census
-from placement.errors import AlreadyManaged, ContradictoryOptions, Detached, PlacementDrift
+from placement.errors import (
+    AlreadyManaged,
+    ContradictoryOptions,
+    Detached,
+    PlacementDrift,
+    PlacementError,
+)
 from placement.export import Tied, full_tensors
 from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
@@ -61,6 +68,9 @@ class PlacementManager:
             of every context too, which walks over all tensors. None: what the environment
             variable ``TORCH_PLACEMENT_VERIFY`` says (the pytest plugin sets ``always``), else
             ``"boundaries"``.
+        deadline: seconds that the ranks of the default process group wait for each other at a save,
+            load or export. It has to exceed what the slowest of them does alone, such as writing
+            its file; see :mod:`placement.agreement`.
         trace: where events go; by default the trace of the process.
 
     Under FSDP2's ``CPUOffloadPolicy`` buffers and ignored parameters are FSDP2's to compute with
@@ -88,6 +98,7 @@ class PlacementManager:
         rest: Placement | None = None,
         on_drift: Literal["raise", "adopt"] = "raise",
         verify: Literal["boundaries", "always"] | None = None,
+        deadline: float = 600.0,
         trace: Trace | None = None,
     ) -> None:
         self.module = module
@@ -117,6 +128,7 @@ class PlacementManager:
             ) from None
         self._verify_always = _verify(verify) == "always"
         self._adopt_on_drift = on_drift == "adopt"
+        self._agreement = Agreement(deadline)
         self._lock = threading.RLock()
         self._place_what_the_owner_leaves_to_us()
         if rest is not None:
@@ -243,22 +255,32 @@ class PlacementManager:
         it. The optimizer's state stays where it is."""
         return self._operating(Operation.EVALUATE)
 
-    def saving(self) -> AbstractContextManager[Mode]:
+    def saving(self, step: int | None = None) -> AbstractContextManager[Mode]:
         """A context in which the state dicts can be read for a checkpoint, from every placement.
 
         It moves nothing unless the owner needs it (FSDP1 gathers on the compute device), and
-        yields how it got at the parameters.
+        yields how it got at the parameters. All ranks enter it together or none does.
+
+        Args:
+            step: the training step, which must be the same on all ranks.
+
+        Raises:
+            RanksDisagree: the ranks are in different states or steps, or do different things.
+            RankLost: a rank did not come, or failed inside the context.
+            GroupPoisoned: one did earlier.
         """
-        return self._operating(Operation.SAVE)
+        return self._together(Operation.SAVE, step)
 
-    def loading(self) -> AbstractContextManager[Mode]:
+    def loading(self, step: int | None = None) -> AbstractContextManager[Mode]:
         """A context in which the state dicts can be loaded, in every placement. What a load
-        installed on another device than the record's is put right on the way out."""
-        return self._operating(Operation.LOAD)
+        installed on another device than the record's is put right on the way out. All ranks enter
+        it together; see :meth:`saving`."""
+        return self._together(Operation.LOAD, step)
 
-    def exporting(self) -> AbstractContextManager[Mode]:
-        """A context in which weights can be read one at a time, in every placement."""
-        return self._operating(Operation.EXPORT)
+    def exporting(self, step: int | None = None) -> AbstractContextManager[Mode]:
+        """A context in which weights can be read one at a time, in every placement. All ranks enter
+        it together; see :meth:`saving`."""
+        return self._together(Operation.EXPORT, step)
 
     def export(self, *, tied: Tied = "once") -> Iterator[tuple[str, torch.Tensor]]:
         """The weights in full, on the compute device, one at a time, from every placement.
@@ -283,14 +305,36 @@ class PlacementManager:
             yield from full_tensors(self.module, self.device, tied=tied, staged=staged)
 
     @contextmanager
-    def _operating(self, operation: Operation) -> Iterator[Mode]:
+    def _together(self, operation: Operation, step: int | None) -> Iterator[Mode]:
+        """An operation of all ranks: they agree before it, and leave it together.
+
+        What can be refused without a move is refused before, and the others are told. The placement
+        is restored, by local moves, before the ranks meet again.
+        """
+        entered_at = call_site()
+        facts = {c.value: placement.value for c, placement in self._record.placements().items()}
+        facts["step"] = str(step)
+        refusal: PlacementError | None = None
+        try:
+            with self._journal.refusals(operation.value, self.placement), self._lock:
+                self._require_possible(operation)
+        except PlacementError as error:
+            refusal = error
+        with self._journal.refusals(operation.value, self.placement):
+            agreed = ExitStack()
+            agreed.enter_context(self._agreement.together(operation.value, facts, refusal))
+        with agreed, self._operating(operation, entered_at) as mode:
+            yield mode
+
+    @contextmanager
+    def _operating(self, operation: Operation, entered_at: str | None = None) -> Iterator[Mode]:
         """Make sure of what ``operation`` needs; restore what was found, whatever happens.
 
         An exception in the body is the one that propagates. If the restoring move fails after it,
         the record stays true (a move is whole or did not happen), the trace has the failure, and
         a note on the exception tells of it.
         """
-        lease, mode = self._enter(operation, call_site())
+        lease, mode = self._enter(operation, entered_at or call_site())
         found = lease.found[Component.MODEL]
         failure: BaseException | None = None
         try:
@@ -313,16 +357,21 @@ class PlacementManager:
             finally:
                 self._journal.ended(lease, mode, found, self.placement, failure)
 
+    def _require_possible(self, operation: Operation) -> None:
+        """Everything that can be refused before anything moves."""
+        asked = f"a context for {operation.value}"
+        self._require_attached(asked)
+        self._record.require_whole(asked)
+        self._leases.refuse_other_threads(asked)
+        self._leases.refuse_operation(operation, asked)
+        if self._verify_always or self._watch.unchecked or not COMPUTES_WITH[operation]:
+            self._check(asked)
+
     def _enter(self, operation: Operation, entered_at: str) -> tuple[Lease, Mode]:
         """Check and bring what ``operation`` needs, then open its lease."""
         with self._journal.refusals(operation.value, self.placement), self._lock:
+            self._require_possible(operation)
             asked = f"a context for {operation.value}"
-            self._require_attached(asked)
-            self._record.require_whole(asked)
-            self._leases.refuse_other_threads(asked)
-            self._leases.refuse_operation(operation, asked)
-            if self._verify_always or self._watch.unchecked or not COMPUTES_WITH[operation]:
-                self._check(asked)
             needs, mode = self._needs(operation)
             found = self._record.placements()
             lease = Lease(operation, needs, HOLDS[operation], found, entered_at)

@@ -24,9 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "Communicator",
     "FlatHandle",
     "ShardGroup",
     "ShardedParameter",
+    "communicators",
+    "default_store",
     "drop_reducer",
     "flat_handles",
     "initialised_roots",

@@ -17,21 +17,21 @@ from placement import Census, PlacementManager, Trace, find_compute_device
 class Normed(nn.Module):
     """Two layers with a buffer that training changes, and sizes that do not divide by two."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 5, outputs: int = 3) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 5, bias=False)  # before a norm its gradient would be noise
-        self.norm = nn.BatchNorm1d(5)
-        self.second = nn.Linear(5, 3)
+        self.first = nn.Linear(6, hidden, bias=False)  # before a norm its gradient would be noise
+        self.norm = nn.BatchNorm1d(hidden)
+        self.second = nn.Linear(hidden, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(self.norm(self.first(x)))
         return out
 
 
-def normed() -> Normed:
+def normed(hidden: int = 5, outputs: int = 3) -> Normed:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Normed()
+        return Normed(hidden, outputs)
 
 
 def sharded(module: nn.Module, policy: OffloadPolicy | None = None) -> nn.Module:
@@ -57,9 +57,14 @@ def normed_batch(step: int = 0) -> list[torch.Tensor]:
     return [torch.randn(8, 6, generator=torch.Generator().manual_seed(step))]
 
 
-def normed_engine(offload: Offload, trace: Trace | None = None) -> FSDPEngine:
+def normed_engine(
+    offload: Offload,
+    trace: Trace | None = None,
+    module: Normed | None = None,
+    deadline: float = 60.0,
+) -> FSDPEngine:
     """An engine over :class:`Normed`, checked at every context."""
-    module = normed()
+    module = module or normed()
     return FSDPEngine(
         module,
         blocks=[module.first],
@@ -68,6 +73,7 @@ def normed_engine(offload: Offload, trace: Trace | None = None) -> FSDPEngine:
         offload=offload,
         mesh=init_device_mesh(find_compute_device().type, (torch.distributed.get_world_size(),)),
         verify="always",
+        deadline=deadline,
         trace=trace if trace is not None else Trace(),
     )
 
