@@ -12,6 +12,7 @@ from models import adam, normed, normed_batch, normed_loss, policy, sharded
 from torch import nn
 
 from placement import IllegalTransition, Placement, PlacementManager, Trace
+from placement.sim.build import cache_directory
 from placement.testing import (
     RankFailed,
     Ranks,
@@ -25,6 +26,8 @@ from placement.testing import (
     assert_trace,
 )
 from placement.trace import EventKind
+
+CACHE = cache_directory()
 
 # assert_placement
 
@@ -273,7 +276,11 @@ def test_failures_and_counts_are_at_hand(sim_accelerator: SimulatedAccelerator) 
 # A stranger's suite
 
 
-def test_the_plugin_works_in_a_stranger_suite(pytester: pytest.Pytester) -> None:
+def test_the_plugin_works_in_a_stranger_suite(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pytester's home is empty, and building the simulated accelerator takes a minute.
+    monkeypatch.setenv("TORCH_PLACEMENT_CACHE", str(CACHE))
     pytester.makepyfile(
         bodies="""
             import torch.distributed as dist
