@@ -19,6 +19,7 @@ test: $(INSTALLED) lint types
 
 bench: $(INSTALLED)
 	$(BIN)/python tests/bench/idle.py
+	$(BIN)/python tests/bench/million.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import adam, assert_equal, normed, sharded, values
+from models import adam, assert_equal, normed, normed_batch, normed_loss, sharded, values
 from torch import nn
 
 from placement import (
@@ -19,6 +19,7 @@ from placement import (
     Trace,
 )
 from placement.tensors import parts
+from placement.testing import SimulatedAccelerator
 from placement.transfer import Transfer
 
 
@@ -294,3 +295,40 @@ def test_memory_that_can_not_be_pinned_is_ordinary_memory_and_a_warning(
         manager.offload()
     monkeypatch.undo()
     assert_equal(values(manager.census()), before)
+
+
+# Out of memory.
+
+
+def test_out_of_memory_in_the_middle_of_an_onload_leaks_nothing_and_the_retry_works(
+    sim_accelerator: SimulatedAccelerator, one_rank: str
+) -> None:
+    from placement import sim
+
+    module = sharded(normed())
+    optimizer = adam(module.parameters())
+    normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
+    optimizer.step()
+    manager = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL)
+    before = values(manager.census())
+    gc.collect()
+    torch.accelerator.empty_cache()
+    device, host = sim_accelerator.allocated_bytes(), sim.pinned_bytes()
+    with sim_accelerator.failing() as plan:
+        manager.onload()
+        manager.offload()
+    points = 0
+    for point in range(1, plan.seen.allocations + 1):
+        # From this allocation on the device is full; the check before the move could not know.
+        with sim.failing(capacity=(point, 0)), pytest.raises(torch.OutOfMemoryError):
+            manager.onload()
+        assert manager.placement is Placement.CPU_MANUAL
+        assert sim_accelerator.allocated_bytes() == device
+        assert sim.pinned_bytes() == host
+        assert_equal(values(manager.census()), before)
+        points += 1
+    assert points >= 10
+    manager.onload()
+    manager.verify()
+    manager.offload()
+    assert (sim_accelerator.allocated_bytes(), sim.pinned_bytes()) == (device, host)
