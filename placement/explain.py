@@ -15,7 +15,7 @@ from torch import nn
 from placement.census import Census, Site, take_census
 from placement.device import find_compute_device
 from placement.errors import NoAccelerator, PlacementError, ScatteredModule
-from placement.optimizer import optimizer_holdings, require_own_parameters
+from placement.optimizer import holdings_of, require_own_parameters
 from placement.owners import Owner, owner_of
 from placement.residence import CPU, Residence
 from placement.states import TABLE, Component, Illegal, Placement, Trigger
@@ -151,13 +151,9 @@ def _census(
 ) -> Census:
     if owner is None:
         return Census([])
-    holdings = list(owner.holdings())
-    if optimizer is not None:
-        known = owner.parameters()
-        ours = {id(parameter) for parameter in known.values()}
-        if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            holdings += optimizer_holdings(optimizer, known)
-    return take_census(holdings)
+    if optimizer is not None and any(_foreign_parameters(optimizer, owner)):
+        optimizer = None  # its state can't be told by name
+    return take_census(holdings_of(owner, optimizer))
 
 
 def _bytes(census: Census) -> dict[Kind, dict[str, int]]:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from placement.errors import PlacementError
 from placement.leases import Lease, Leases
+from placement.record import Record
 from placement.states import Component, Mode, Placement, Trigger
 from placement.trace import EventKind, Outcome, Trace, call_site
 from placement.transfer import Moved
@@ -24,54 +23,41 @@ class Journal:
 
     Args:
         trace: where they go.
-        module: the module, which is named ``Class#n`` in them.
+        record: of the module, which is named ``Class#n`` in them.
         leases: the manager's open contexts.
     """
 
-    def __init__(self, trace: Trace, module: nn.Module, leases: Leases) -> None:
+    def __init__(self, trace: Trace, record: Record, leases: Leases) -> None:
         self.trace = trace
-        self._module = f"{type(module).__name__}#{next(_numbers)}"
+        self._module = f"{type(record.module).__name__}#{next(_numbers)}"
+        self._record = record
         self._leases = leases
 
     def entered(self, lease: Lease, mode: Mode) -> None:
         """A context is being entered; what it needs is brought next."""
-        self.trace.record(
-            module=self._module,
-            component=None,
-            kind=EventKind.ENTER,
-            name=lease.operation.value,
-            source=lease.found[Component.MODEL].value,
-            dest=lease.found[Component.MODEL].value,
-            lease=lease.number,
-            phase=lease.operation.value,
-            mode=mode.value,
-            call_site=lease.entered_at,
-        )
+        found = lease.found[Component.MODEL]
+        self._write(EventKind.ENTER, lease.operation.value, found, found, **_of(lease, mode))
 
     def ended(
-        self,
-        lease: Lease,
-        mode: Mode,
-        found: Placement,
-        left: Placement,
-        failure: BaseException | None,
+        self, lease: Lease, mode: Mode, found: Placement, failure: BaseException | None
     ) -> None:
-        """A context ended: the operation in it is over."""
-        self.trace.record(
-            module=self._module,
-            component=None,
-            kind=EventKind.OPERATION,
-            name=lease.operation.value,
-            source=found.value,
-            dest=left.value,
-            lease=lease.number,
-            phase=lease.operation.value,
-            mode=mode.value,
+        """A context ended: the operation in it is over.
+
+        Args:
+            lease: the context.
+            mode: how it got at the parameters.
+            found: the model's placement when it began.
+            failure: what its body or its end raised.
+        """
+        self._write(
+            EventKind.OPERATION,
+            lease.operation.value,
+            found,
+            self._record[Component.MODEL],
             bytes_to_device=lease.staged_bytes,
             seconds=time.monotonic() - lease.entered,
-            call_site=lease.entered_at,
-            outcome=Outcome.OK if failure is None else Outcome.FAILED,
-            detail="" if failure is None else one_line(failure),
+            failure=failure,
+            **_of(lease, mode),
         )
 
     def triggered(
@@ -79,111 +65,108 @@ class Journal:
         component: Component,
         trigger: Trigger,
         source: Placement,
-        dest: Placement,
         moved: Moved | None = None,
         failure: BaseException | None = None,
     ) -> None:
         """A machine's trigger was fired, or its work failed."""
-        moved = moved or Moved()
-        self.trace.record(
-            module=self._module,
+        self._write(
+            EventKind.TRIGGER,
+            trigger.value,
+            source,
+            self._record[component],
             component=component.value,
-            kind=EventKind.TRIGGER,
-            name=trigger.value,
-            source=source.value,
-            dest=dest.value,
-            bytes_to_device=moved.to_device,
-            bytes_to_host=moved.to_host,
-            seconds=moved.seconds,
-            device_bytes=moved.device_bytes,
-            host_bytes=moved.host_bytes,
-            outcome=Outcome.OK if failure is None else Outcome.FAILED,
-            detail="" if failure is None else one_line(failure),
-            **self._where(),
+            failure=failure,
+            **_cost(moved),
         )
 
-    def copying(
-        self, kind: EventKind, component: Component, name: str, placement: Placement
-    ) -> None:
+    def copying(self, kind: EventKind, component: Component, name: str) -> None:
         """Copies of a component were issued, or have landed."""
-        self.trace.record(
-            module=self._module,
-            component=component.value,
-            kind=kind,
-            name=name,
-            source=placement.value,
-            dest=placement.value,
-            **self._where(),
-        )
+        placement = self._record[component]
+        self._write(kind, name, placement, placement, component=component.value)
 
-    def moved(self, why: str, component: Component, placement: Placement, moved: Moved) -> None:
+    def moved(self, why: str, component: Component, moved: Moved) -> None:
         """Tensors were put right in the placement that they have anyway."""
-        self.trace.record(
-            module=self._module,
-            component=component.value,
-            kind=EventKind.MOVE,
-            name=why,
-            source=placement.value,
-            dest=placement.value,
-            bytes_to_device=moved.to_device,
-            bytes_to_host=moved.to_host,
-            seconds=moved.seconds,
-            device_bytes=moved.device_bytes,
-            host_bytes=moved.host_bytes,
-            **self._where(),
+        placement = self._record[component]
+        self._write(
+            EventKind.MOVE, why, placement, placement, component=component.value, **_cost(moved)
         )
 
-    def foreign(self, call: str, placement: Placement) -> None:
+    def foreign(self, call: str) -> None:
         """Tensors were moved, or may have been, by a call that went past the manager."""
-        self.trace.record(
-            module=self._module,
-            component=None,
-            kind=EventKind.FOREIGN,
-            name=call,
-            source=placement.value,
-            dest=placement.value,
-            **self._where(),
-        )
+        placement = self._record[Component.MODEL]
+        self._write(EventKind.FOREIGN, call, placement, placement)
 
-    def adopted(self, component: Component, source: Placement, dest: Placement) -> None:
+    def adopted(self, component: Component, source: Placement) -> None:
         """The record was read anew from the tensors."""
-        self.trace.record(
-            module=self._module,
-            component=component.value,
-            kind=EventKind.ADOPTION,
-            name="adopt",
-            source=source.value,
-            dest=dest.value,
-            **self._where(),
-        )
+        dest = self._record[component]
+        self._write(EventKind.ADOPTION, "adopt", source, dest, component=component.value)
 
     @contextmanager
-    def refusals(self, asked: str, placement: Placement) -> Iterator[None]:
-        """Record a refusal that leaves the block."""
+    def refusals(self, asked: str) -> Iterator[None]:
+        """Record a refusal that leaves the block, and give it the module's last events."""
         try:
             yield
         except PlacementError as error:
-            self.trace.record(
-                module=self._module,
-                component=None,
-                kind=EventKind.REFUSAL,
-                name=asked,
-                source=placement.value,
-                dest=placement.value,
-                outcome=Outcome.REFUSED,
-                detail=one_line(error),
-                **self._where(),
+            placement = self._record[Component.MODEL]
+            self._write(
+                EventKind.REFUSAL,
+                asked,
+                placement,
+                placement,
+                failure=error,
+                failed_as=Outcome.REFUSED,
             )
             error.events = self.trace.last_of(self._module)
             raise
 
-    def _where(self) -> dict[str, Any]:
-        lease = self._leases.innermost
-        return {
-            "lease": lease.number if lease is not None else None,
-            "phase": lease.operation.value if lease is not None else None,
-            "call_site": call_site(),
-        }
+    def _write(
+        self,
+        kind: EventKind,
+        name: str,
+        source: Placement,
+        dest: Placement,
+        *,
+        failure: BaseException | None = None,
+        failed_as: Outcome = Outcome.FAILED,
+        **fields: Any,
+    ) -> None:
+        """Record an event. What is not given is the innermost context's, and the caller's."""
+        if "lease" not in fields and (lease := self._leases.innermost) is not None:
+            fields |= {"lease": lease.number, "phase": lease.operation.value}
+        if "call_site" not in fields:
+            fields["call_site"] = call_site()
+        self.trace.record(
+            module=self._module,
+            component=fields.pop("component", None),
+            kind=kind,
+            name=name,
+            source=source.value,
+            dest=dest.value,
+            outcome=Outcome.OK if failure is None else failed_as,
+            detail="" if failure is None else one_line(failure),
+            **fields,
+        )
+
+
+def _of(lease: Lease, mode: Mode) -> dict[str, Any]:
+    return {
+        "lease": lease.number,
+        "phase": lease.operation.value,
+        "mode": mode.value,
+        "call_site": lease.entered_at,
+    }
+
+
+def _cost(moved: Moved | None) -> dict[str, Any]:
+    if moved is None:
+        return {}
+    return {
+        "bytes_to_device": moved.to_device,
+        "bytes_to_host": moved.to_host,
+        "seconds": moved.seconds,
+        "device_bytes": moved.device_bytes,
+        "host_bytes": moved.host_bytes,
+    }
 
 
 def one_line(error: BaseException) -> str:

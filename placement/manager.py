@@ -114,7 +114,7 @@ class PlacementManager:
         self._record = Record(module, optimizer, scaler, device=device, stays=tuple(stays))
         self._detached = False
         self._leases = Leases()
-        self._journal = Journal(self.trace, module, self._leases)
+        self._journal = Journal(self.trace, self._record, self._leases)
         self._mover = Mover(self._record, self._journal)
         self._watch = ForeignWatch(self._record, self._journal)
         try:
@@ -180,7 +180,7 @@ class PlacementManager:
             ForeignOptimizer: the optimizer's parameters are no longer the module's.
             PlacementDrift: a tensor is not where the record says (whatever ``on_drift`` is).
         """
-        with self._journal.refusals("verify", self.placement), self._lock:
+        with self._journal.refusals("verify"), self._lock:
             return self._record.check("verify()")
 
     def detach(self) -> None:
@@ -201,7 +201,7 @@ class PlacementManager:
         Raises:
             PlacementError, RuntimeError: that failed too; it stays torn, and can be tried again.
         """
-        with self._journal.refusals("recover", self.placement), self._lock:
+        with self._journal.refusals("recover"), self._lock:
             self._require_attached("recover()")
             self._mover.recover()
             self._record.check("recover()")
@@ -228,7 +228,7 @@ class PlacementManager:
         self._move_by_hand(Trigger.OFFLOAD, Placement.CPU_MANUAL)
 
     def _move_by_hand(self, trigger: Trigger, dest: Placement) -> None:
-        with self._journal.refusals(trigger.value, self.placement), self._lock:
+        with self._journal.refusals(trigger.value), self._lock:
             asked = f"{trigger.value}()"
             self._require_attached(asked)
             self._record.require_whole(asked)
@@ -316,11 +316,13 @@ class PlacementManager:
         facts["step"] = str(step)
         refusal: PlacementError | None = None
         try:
-            with self._journal.refusals(operation.value, self.placement), self._lock:
-                self._require_possible(operation)
+            with self._journal.refusals(operation.value), self._lock:
+                asked = f"a context for {operation.value}"
+                self._require_possible(operation, asked)
+                self._check(asked)
         except PlacementError as error:
             refusal = error
-        with self._journal.refusals(operation.value, self.placement):
+        with self._journal.refusals(operation.value):
             agreed = ExitStack()
             agreed.enter_context(self._agreement.together(operation.value, facts, refusal))
         with agreed, self._operating(operation, entered_at) as mode:
@@ -355,23 +357,23 @@ class PlacementManager:
                     raise
                 _tell(failure, restoring)
             finally:
-                self._journal.ended(lease, mode, found, self.placement, failure)
+                self._journal.ended(lease, mode, found, failure)
 
-    def _require_possible(self, operation: Operation) -> None:
-        """Everything that can be refused before anything moves."""
-        asked = f"a context for {operation.value}"
+    def _require_possible(self, operation: Operation, asked: str) -> None:
+        """Refuse what can be refused without a look at the tensors."""
         self._require_attached(asked)
         self._record.require_whole(asked)
         self._leases.refuse_other_threads(asked)
         self._leases.refuse_operation(operation, asked)
-        if self._verify_always or self._watch.unchecked or not COMPUTES_WITH[operation]:
-            self._check(asked)
 
     def _enter(self, operation: Operation, entered_at: str) -> tuple[Lease, Mode]:
         """Check and bring what ``operation`` needs, then open its lease."""
-        with self._journal.refusals(operation.value, self.placement), self._lock:
-            self._require_possible(operation)
+        collective = not COMPUTES_WITH[operation]  # then the ranks have checked it together
+        with self._journal.refusals(operation.value), self._lock:
             asked = f"a context for {operation.value}"
+            self._require_possible(operation, asked)
+            if not collective and (self._verify_always or self._watch.unchecked):
+                self._check(asked)
             needs, mode = self._needs(operation)
             found = self._record.placements()
             lease = Lease(operation, needs, HOLDS[operation], found, entered_at)
@@ -383,9 +385,7 @@ class PlacementManager:
                     self._mover.fire(Component.MODEL, Trigger.SAVE)
             except BaseException as error:
                 self._leave(lease)
-                self._journal.ended(
-                    lease, mode, lease.found[Component.MODEL], self.placement, error
-                )
+                self._journal.ended(lease, mode, found[Component.MODEL], error)
                 raise
             return lease, mode
 
@@ -400,7 +400,7 @@ class PlacementManager:
 
     def _leave(self, lease: Lease) -> None:
         asked = f"leaving {lease.operation.value}"
-        with self._journal.refusals(asked, self.placement), self._lock:
+        with self._journal.refusals(asked), self._lock:
             try:
                 if self._watch.unchecked:
                     self._record.check(asked)
@@ -417,8 +417,8 @@ class PlacementManager:
         except PlacementDrift:
             if not self._adopt_on_drift or self._leases.innermost is not None:
                 raise
-            for component, (was, now) in self._record.adopt_anew().items():
-                self._journal.adopted(component, was, now)
+            for component, was in self._record.adopt_anew().items():
+                self._journal.adopted(component, was)
             self._record.check(asked)
         self._watch.unchecked = False
 
@@ -466,7 +466,7 @@ class PlacementManager:
                 else "no policy was applied that would keep it there",
                 instead="choose one of the two: an offload_policy in fully_shard, or rest=",
             )
-        with self._journal.refusals("rest", self.placement):
+        with self._journal.refusals("rest"):
             self._mover.bring(dict.fromkeys(self._record.machines, rest), f"rest={rest.value}")
 
 

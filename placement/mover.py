@@ -23,7 +23,7 @@ from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.tensors import parts
-from placement.trace import EventKind
+from placement.trace import RECOVERY, EventKind
 from placement.transfer import Move, Moved, Transfer
 
 
@@ -84,7 +84,7 @@ class Mover:
         """Fire a trigger that moves nothing."""
         machine, source = self._record.machines[component], self._record[component]
         machine.fire(trigger)
-        self._journal.triggered(component, trigger, source, machine.state)
+        self._journal.triggered(component, trigger, source)
 
     def relocate(self, strays: Iterable[Site], why: str) -> None:
         """Put tensors where they belong in the placement that their component has anyway."""
@@ -102,15 +102,17 @@ class Mover:
             with interrupts_held_back() as deliver_interrupt:
                 self._copy(transfer, component, why, deliver_interrupt)
                 transfer.commit(component)
-            moved = meter.add_to(transfer.release(component))
-            self._journal.moved(why, component, placement, moved)
+            self._journal.moved(why, component, meter.add_to(transfer.release(component)))
 
     def recover(self) -> None:
         """Put every tensor of a torn component where the record says, and call it whole."""
         for component, machine in self._record.machines.items():
             if machine.integrity is Integrity.TORN:
                 sites = self._record.census().of(component)
-                self.relocate(self._record.residence.strays(sites, machine.state), "recover")
+                strays = self._record.residence.strays(sites, machine.state)
+                self.relocate(strays, RECOVERY)
+                if not strays:  # the move failed before its first swap, or after its last
+                    self._journal.moved(RECOVERY, component, Moved())
                 machine.mend()
 
     def _stage(
@@ -123,18 +125,16 @@ class Mover:
         try:
             self._copy(transfer, component, trigger.value, between)
         except BaseException as error:
-            state = self._record[component]
-            self._journal.triggered(component, trigger, state, state, failure=error)
+            self._journal.triggered(component, trigger, self._record[component], failure=error)
             raise
 
     def _copy(
         self, transfer: Transfer, component: Component, name: str, between: Callable[[], None]
     ) -> None:
-        placement = self._record[component]
         transfer.stage(component, between)
-        self._journal.copying(EventKind.ISSUED, component, name, placement)
+        self._journal.copying(EventKind.ISSUED, component, name)
         transfer.land(component)
-        self._journal.copying(EventKind.LANDED, component, name, placement)
+        self._journal.copying(EventKind.LANDED, component, name)
 
     def _commit(
         self, transfer: Transfer, component: Component, trigger: Trigger, meter: _Meter
@@ -148,10 +148,10 @@ class Mover:
         except BaseException as error:
             for torn in self._record.machines.values():
                 torn.tear()
-            self._journal.triggered(component, trigger, source, machine.state, failure=error)
+            self._journal.triggered(component, trigger, source, failure=error)
             raise machine.refusal(trigger) from error
         moved = meter.add_to(transfer.release(component))
-        self._journal.triggered(component, trigger, source, machine.state, moved)
+        self._journal.triggered(component, trigger, source, moved)
 
     def _target(self, site: Site, trigger: Trigger) -> torch.device | None:
         """Where ``trigger`` sends ``site``; None leaves it where it is."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from placement.errors import ForeignOptimizer
+from placement.owners import Owner
 from placement.tensors import Holding, Kind
 from placement.torch_private import scaler_tensors
 
@@ -43,7 +44,22 @@ def require_own_parameters(
         )
 
 
-def optimizer_holdings(
+def holdings_of(
+    owner: Owner,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Iterator[Holding]:
+    """Everything that a module, its optimizer and its gradient scaler hold."""
+    yield from owner.holdings()
+    if optimizer is not None:
+        yield from _optimizer_holdings(optimizer, owner.parameters())
+    if scaler is not None:
+        # Its tensors are used with the optimizer, and live with its state.
+        for name, tensor in scaler_tensors(scaler).items():
+            yield Holding("gradient scaler", Kind.OPTIMIZER, tensor, f"/{name}")
+
+
+def _optimizer_holdings(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[Holding]:
     """Every tensor in the optimizer's state, named ``parameter/entry``, however nested."""
@@ -60,12 +76,6 @@ def optimizer_holdings(
                 on_host = tensor.ndim == 0 and not steps_on_device
                 name = names[id(parameter)]
                 yield Holding(name, Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
-
-
-def scaler_holdings(scaler: torch.amp.GradScaler) -> Iterator[Holding]:
-    """The tensors of a gradient scaler: they are used with the optimizer, and live with it."""
-    for name, tensor in scaler_tensors(scaler).items():
-        yield Holding("gradient scaler", Kind.OPTIMIZER, tensor, f"/{name}")
 
 
 def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

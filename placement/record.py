@@ -6,7 +6,7 @@ only by a machine's transition, and checked against a census whenever something 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,11 +22,10 @@ from placement.errors import (
     ScatteredModule,
 )
 from placement.machine import PlacementMachine
-from placement.optimizer import optimizer_holdings, require_own_parameters, scaler_holdings
+from placement.optimizer import holdings_of, require_own_parameters
 from placement.owners import Owner, owner_of
 from placement.residence import CPU, Residence
 from placement.states import Component, Placement
-from placement.tensors import Holding
 
 
 class Record:
@@ -88,7 +87,7 @@ class Record:
 
     def census(self) -> Census:
         """Where everything really is, now."""
-        return take_census(self._holdings())
+        return take_census(holdings_of(self.owner, self.optimizer, self.scaler))
 
     def require_whole(self, asked: str) -> None:
         """
@@ -134,11 +133,11 @@ class Record:
                 )
         return census
 
-    def adopt_anew(self) -> dict[Component, tuple[Placement, Placement]]:
+    def adopt_anew(self) -> dict[Component, Placement]:
         """Read every placement from the tensors again.
 
         Returns:
-            The components whose placement is another one now: what it was, and what it is.
+            The components whose placement is another one now, with what it was.
 
         Raises:
             PlacementError: what is there can't be adopted; the record is as it was.
@@ -146,7 +145,7 @@ class Record:
         before, machines = self.placements(), self._adopt()
         self.machines.update(machines)
         return {
-            component: (placement, self[component])
+            component: placement
             for component, placement in before.items()
             if placement is not self[component]
         }
@@ -194,13 +193,6 @@ class Record:
                 tensors=[str(site) for site in amiss],
                 instead="do not move a sharded module that has an offload_policy; make it again",
             )
-
-    def _holdings(self) -> Iterator[Holding]:
-        yield from self.owner.holdings()
-        if self.optimizer is not None:
-            yield from optimizer_holdings(self.optimizer, self.owner.parameters())
-        if self.scaler is not None:
-            yield from scaler_holdings(self.scaler)
 
     def _evidence(self, component: Component) -> list[str]:
         return [str(site) for site in self.census().of(component).sites]

@@ -27,6 +27,9 @@ SCHEMA = "torch-placement-trace"
 SCHEMA_VERSION = 1
 """Raised when a field changes its meaning or goes. A new field alone does not raise it."""
 
+RECOVERY = "recover"
+"""Name of the move that makes a torn component whole."""
+
 TRACE_VARIABLE = "TORCH_PLACEMENT_TRACE"
 """Environment variable: a directory into which the process's trace is streamed."""
 
@@ -281,8 +284,10 @@ class Trace:
         if self._stream is None:
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / f"rank{event.rank}-pid{os.getpid()}.jsonl"
+            cut = _ends_within_a_line(path)
             self._stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.write(self._stream, (_header() + "\n").encode())
+            # A process of the same number may have been killed in the middle of a line.
+            os.write(self._stream, (("\n" if cut else "") + _header() + "\n").encode())
         os.write(self._stream, (event.as_json() + "\n").encode())
 
 
@@ -327,6 +332,14 @@ def call_site() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _header() -> str:

@@ -33,7 +33,7 @@ class ForeignWatch:
             target = would_move_to(convert, {CPU, self._record.device})
             if target is not None:
                 trigger = Trigger.OFFLOAD if target == CPU else Trigger.ONLOAD
-                with self._journal.refusals(call, managed):
+                with self._journal.refusals(call):
                     raise self._record.machines[Component.MODEL].refusal(trigger, f"module.{call}")
 
     def after_conversion(self, call: str, convert: Convert) -> None:
@@ -47,4 +47,4 @@ class ForeignWatch:
             pass  # it may have
         self.unchecked = True
         self._record.last_foreign = f"module.{call} at {call_site()}"
-        self._journal.foreign(call, placement)
+        self._journal.foreign(call)

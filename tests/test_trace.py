@@ -162,3 +162,12 @@ def test_moves_and_operations_are_spans_of_the_profiler(one_rank: str) -> None:
         pass
     names = {event.key for event in profiled.key_averages()}
     assert {"placement: evaluate", "placement: onload", "placement: offload"} <= names
+
+
+def test_a_process_of_a_killed_one_number_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / f"rank0-pid{os.getpid()}.jsonl"
+    path.write_text('{"schema":"torch-placement-trace","version":1,"rank":0}\n{"number":0,"wal')
+    record(Trace(directory=tmp_path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[1] == '{"number":0,"wal'
+    assert [json.loads(line).get("schema") for line in lines[2:]] == [SCHEMA, None]

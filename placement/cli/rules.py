@@ -30,7 +30,7 @@ from placement.errors import (
     TornPlacement,
 )
 from placement.states import TABLE, Component, Illegal, Placement, Row, Trigger
-from placement.trace import Event, EventKind, Outcome
+from placement.trace import RECOVERY, Event, EventKind, Outcome
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,6 @@ def _row(source: str, name: str) -> Row | None:
 
 _OF_A_COMPONENT = (EventKind.TRIGGER, EventKind.MOVE, EventKind.ADOPTION)
 """Events that say where a component was found, and where it was left."""
-
-_RECOVER = "recover"
-"""The name of the moves that make a torn module whole."""
 
 
 class ForeignMoves(Rule):
@@ -554,7 +551,7 @@ class NothingAfterTorn(Rule):
         if self._torn is None:
             if _tells_of(event, TornPlacement):
                 self._torn = entry
-        elif event.kind is EventKind.MOVE and event.name == _RECOVER:
+        elif event.kind is EventKind.MOVE and event.name == RECOVERY:
             self._torn = None
         elif event.kind is EventKind.TRIGGER and event.outcome is Outcome.OK:
             self.report(
@@ -587,7 +584,7 @@ class RefusalsAreHeeded(Rule):
         outside = self._pending.get(None)
         if outside is not None and not _is_echo(event, outside.event):
             del self._pending[None]
-            if event.kind is not EventKind.MOVE or event.name != _RECOVER:
+            if event.kind is not EventKind.MOVE or event.name != RECOVERY:
                 self._swallowed(
                     outside, f"the module went on with {named(event.kind)} {event.name}", event
                 )

@@ -8,12 +8,13 @@ outside: derive from :class:`Owner` and call :func:`placement.owners.register`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from placement.errors import CannotMove
 from placement.states import Component, Operation, Placement
 from placement.tensors import Holding, Kind
 
@@ -84,6 +85,26 @@ class Owner(abc.ABC):
         Raises:
             PlacementError: it is in the middle of something, and can't.
         """
+
+
+def refuse_while_busy(owner: str, phases: Iterable[str | None]) -> None:
+    """
+    Args:
+        owner: its name.
+        phases: what each of its groups is in the middle of; None for one that rests.
+
+    Raises:
+        CannotMove: one of them is in the middle of a pass.
+    """
+    for phase in phases:
+        if phase is not None:
+            raise CannotMove(
+                asked="moving the module",
+                state=f"{owner} is in the middle of {phase.lower()}",
+                why="it holds gathered parameters and will read their shards again",
+                instead="move it after the backward pass, or after the forward pass of an "
+                "evaluation",
+            )
 
 
 def module_holdings(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[Holding]:

@@ -15,8 +15,8 @@ from collections.abc import Hashable, Iterator, Mapping
 import torch
 from torch import nn
 
-from placement.errors import CannotMove, OwnershipUnclear
-from placement.owners.base import Owner, module_holdings
+from placement.errors import OwnershipUnclear
+from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Component, Operation
 from placement.tensors import Holding, Kind
 from placement.torch_private import FlatHandle, flat_handles
@@ -74,14 +74,6 @@ class FSDP1Module(Owner):
         return tuple(id(handle.state) for handle in self._handles)
 
     def settle(self) -> None:
-        busy = [handle.busy for handle in self._handles if handle.busy is not None]
-        if busy:
-            raise CannotMove(
-                asked="moving the module",
-                state=f"FSDP1 is in the middle of {busy[0].lower()}",
-                why="it holds gathered parameters and will read their shards again",
-                instead="move it after the backward pass, or after the forward pass of an "
-                "evaluation",
-            )
+        refuse_while_busy(self.name, (handle.busy for handle in self._handles))
         for handle in self._handles:
             handle.reshard()

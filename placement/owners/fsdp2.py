@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
-from placement.errors import CannotMove, OwnershipUnclear
-from placement.owners.base import Owner, module_holdings
+from placement.errors import OwnershipUnclear
+from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Placement
 from placement.tensors import Holding, Kind
 from placement.torch_private import ShardGroup, initialised_roots, shard_groups
@@ -128,15 +128,7 @@ class FSDP2Module(Owner):
                     parameter.drop_unreduced_gradients()
 
     def settle(self) -> None:
-        busy = [group.busy for group in self._groups if group.busy is not None]
-        if busy:
-            raise CannotMove(
-                asked="moving the module",
-                state=f"FSDP2 is in the middle of {busy[0].lower()}",
-                why="it holds gathered parameters and will read their shards again",
-                instead="move it after the backward pass, or after the forward pass of an "
-                "evaluation",
-            )
+        refuse_while_busy(self.name, (group.busy for group in self._groups))
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

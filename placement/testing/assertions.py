@@ -12,7 +12,7 @@ from torch import nn
 
 from placement.census import Census, take_census
 from placement.device import find_compute_device
-from placement.optimizer import optimizer_holdings
+from placement.optimizer import holdings_of
 from placement.owners import owner_of
 from placement.residence import Residence
 from placement.states import TABLE, Component, Legal, Placement, Trigger
@@ -224,11 +224,7 @@ def _same_bits(was: torch.Tensor, now: torch.Tensor) -> bool:
 
 
 def _census(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Census:
-    owner = owner_of(module)
-    holdings = list(owner.holdings())
-    if optimizer is not None:
-        holdings += optimizer_holdings(optimizer, owner.parameters())
-    return take_census(holdings)
+    return take_census(holdings_of(owner_of(module), optimizer))
 
 
 _LINES: dict[EventKind, Callable[[Event], str | None]] = {
