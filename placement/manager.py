@@ -302,7 +302,17 @@ class PlacementManager:
             def staged(nbytes: int) -> None:
                 lease.staged_bytes += nbytes
 
-            yield from full_tensors(self.module, self.device, tied=tied, staged=staged)
+            conversions = self._watch.conversions
+            for item in full_tensors(self.module, self.device, tied=tied, staged=staged):
+                yield item
+                if self._watch.conversions != conversions:
+                    raise PlacementDrift(
+                        asked="the next weight of an export",
+                        state=f"{self._watch.last_conversion} converted the module meanwhile",
+                        why="a conversion replaces tensors, and what is still to come would be of "
+                        "those that were replaced",
+                        instead="finish an export, or close it, before the module is converted",
+                    )
 
     @contextmanager
     def _together(self, operation: Operation, step: int | None) -> Iterator[Mode]:
@@ -333,8 +343,8 @@ class PlacementManager:
         """Make sure of what ``operation`` needs; restore what was found, whatever happens.
 
         An exception in the body is the one that propagates. If the restoring move fails after it,
-        the record stays true (a move is whole or did not happen), the trace has the failure, and
-        a note on the exception tells of it.
+        twice, the record stays true (a move is whole or did not happen), the trace has the
+        failures, and a note on the exception tells of it.
         """
         lease, mode = self._enter(operation, entered_at or call_site())
         found = lease.found[Component.MODEL]
@@ -404,9 +414,18 @@ class PlacementManager:
             try:
                 if self._watch.unchecked:
                     self._record.check(asked)
-                self._mover.bring(self._leases.owed(lease), asked)
+                self._put_back(self._leases.owed(lease), asked)
             finally:
                 self._leases.end(lease)
+
+    def _put_back(self, owed: dict[Component, Placement], asked: str) -> None:
+        """Bring back what a context found. A copy that failed has changed nothing, and nobody else
+        will put it back, so it is tried a second time."""
+        try:
+            self._mover.bring(owed, asked)
+        except RuntimeError as error:
+            _LOG.warning("the placement found is restored at the second try: %s", one_line(error))
+            self._mover.bring(owed, asked)
 
     # Checks.
 

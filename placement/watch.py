@@ -17,12 +17,16 @@ class ForeignWatch:
 
     Attributes:
         unchecked: whether tensors may have been moved since the record was last checked.
+        conversions: how many calls have converted the module, also those that moved nothing.
+        last_conversion: the last of them, with its call site.
     """
 
     def __init__(self, record: Record, journal: Journal) -> None:
         self._record = record
         self._journal = journal
         self.unchecked = False
+        self.conversions = 0
+        self.last_conversion = ""
 
     def before_conversion(self, call: str, convert: Convert) -> None:
         """Refuse a conversion that would move a managed module."""
@@ -38,6 +42,8 @@ class ForeignWatch:
 
     def after_conversion(self, call: str, convert: Convert) -> None:
         """Remember a conversion that moved tensors, or may have."""
+        self.conversions += 1
+        self.last_conversion = f"module.{call} at {call_site()}"
         placement = self._record[Component.MODEL]
         try:
             rests_on = CPU if placement is Placement.CPU_MANUAL else self._record.device
@@ -46,5 +52,5 @@ class ForeignWatch:
         except LookupError:
             pass  # it may have
         self.unchecked = True
-        self._record.last_foreign = f"module.{call} at {call_site()}"
+        self._record.last_foreign = self.last_conversion
         self._journal.foreign(call)

@@ -11,7 +11,7 @@ from models import byte_batch, byte_engine, normed_batch, normed_engine, whereab
 from torch import nn
 
 from engine import FSDPEngine, Offload
-from placement import Placement, PlacementHeld, Trace
+from placement import Placement, PlacementDrift, PlacementHeld, PlacementManager, Trace
 from placement.testing import Ranks
 
 
@@ -141,8 +141,6 @@ def test_an_export_that_was_never_started_holds_nothing(one_rank: str) -> None:
 
 
 def test_a_module_that_is_not_sharded_is_exported_too(one_rank: str) -> None:
-    from placement import PlacementManager
-
     module = nn.BatchNorm1d(3)
     manager = PlacementManager(module)
     exported = dict(manager.export())
@@ -155,3 +153,14 @@ def test_a_module_that_is_not_sharded_is_exported_too(one_rank: str) -> None:
     ]
     exported["weight"].fill_(7)
     assert module.weight.tolist() == [1, 1, 1]
+
+
+def test_an_export_does_not_go_on_with_tensors_that_a_conversion_replaced(one_rank: str) -> None:
+    manager = PlacementManager(nn.BatchNorm1d(2).to(one_rank))
+    generator = manager.export()
+    next(generator)
+    manager.module.to("cpu")
+    manager.module.to(one_rank)
+    with pytest.raises(PlacementDrift, match=r"module\.to\(\) at .*test_export\.py"):
+        next(generator)
+    assert list(dict(manager.export())) == list(manager.module.state_dict())

@@ -129,7 +129,7 @@ class Ranks:
                 rank = waiting.pop(pipe)
                 try:
                     succeeded, value = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     if rank in dies:
                         results[rank] = None
                         continue
