@@ -101,7 +101,11 @@ class Mover:
             transfer = Transfer(moves, asked=why)
             with interrupts_held_back() as deliver_interrupt:
                 self._copy(transfer, component, why, deliver_interrupt)
-                transfer.commit(component)
+                try:
+                    transfer.commit(component)
+                except BaseException:
+                    self._record.machines[component].tear()
+                    raise
             self._journal.moved(why, component, meter.add_to(transfer.release(component)))
 
     def recover(self) -> None:

@@ -96,6 +96,24 @@ def test_a_torn_module_refuses_everything_until_it_is_recovered(
         optimizer.step()
 
 
+def test_a_load_whose_tensors_are_put_right_by_half_tears_the_component(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = normed_engine(Offload.MANUAL)
+    engine.train_batch(normed_batch(0))
+    before = values(engine.manager.census())
+    fail_at_swap(monkeypatch, 3)
+    with pytest.raises(OSError, match="half way"), engine.manager.loading():
+        for state in engine.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].to(one_rank)
+    monkeypatch.undo()
+    with pytest.raises(TornPlacement):
+        engine.train_batch(normed_batch(1))
+    engine.manager.recover()
+    assert_equal(values(engine.manager.census()), before)
+    engine.train_batch(normed_batch(1))
+
+
 def test_recovering_a_whole_module_does_nothing(one_rank: str, trace: Trace) -> None:
     manager = PlacementManager(normed().to(one_rank), trace=trace)
     manager.recover()
