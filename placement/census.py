@@ -47,7 +47,8 @@ class Site:
     @property
     def at_odds(self) -> bool:
         """Whether the wrapper says one device and its bytes are on another."""
-        return not all(same_device(self.device, where) for where in self.rests_on)
+        device = self.device
+        return any(where != device and not same_device(where, device) for where in self.rests_on)
 
     def is_on(self, device: torch.device) -> bool:
         """Whether the tensor is on ``device``, wrapper and bytes alike."""

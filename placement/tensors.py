@@ -76,6 +76,8 @@ def same_device(one: torch.device, other: torch.device) -> bool:
 
     The CPU has no index that matters (``cpu`` and ``cpu:0`` are one).
     """
+    if one == other:
+        return True
     if one.type != other.type or one.type == "cpu":
         return one.type == other.type
     return with_index(one) == with_index(other)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -52,7 +53,11 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     (``torch/utils/_python_dispatch.py``), which for a DTensor names ``_local_tensor``.
     """
     wrapper: Any = tensor
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(wrapper):
+    if type(wrapper) is torch.Tensor:
+        return {}
+    if isinstance(wrapper, DTensor):  # the usual wrapper; asking the protocol costs ten times this
+        return {"_local_tensor": wrapper._local_tensor}
+    if not is_traceable_wrapper_subclass(wrapper):
         return {}
     names, _ = wrapper.__tensor_flatten__()
     values = {name: getattr(wrapper, name) for name in names}
@@ -65,6 +70,10 @@ def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
     The flatten protocol lists what the wrapper was made from, tensors and others (a DTensor of
     torch 2.13 lists its mesh too); whatever ``inner`` does not replace is passed on as it is.
     """
+    if type(wrapper) is DTensor:
+        # The spec may be shared: nobody changes one.
+        local = inner["_local_tensor"]
+        return DTensor(local, wrapper._spec, requires_grad=wrapper.requires_grad)
     names, context = wrapper.__tensor_flatten__()
     made_from = {name: inner.get(name, getattr(wrapper, name)) for name in names}
     rewrapped: torch.Tensor = type(wrapper).__tensor_unflatten__(
