@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,8 @@ def main(
         from placement import sim
 
         sim.enable()
+    # What torch asks for where its algorithms are to be deterministic on CUDA; inherited by ranks.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if ranks is None:
         ranks = 2 if device == "sim" else min(2, torch.accelerator.device_count())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import adam, assert_equal, normed, normed_batch, normed_loss, sharded, values
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from placement import (
     CannotMove,
@@ -19,7 +20,7 @@ from placement import (
     Trace,
 )
 from placement.tensors import parts
-from placement.testing import SimulatedAccelerator
+from placement.testing import SimulatedAccelerator, assert_round_trip
 from placement.transfer import Transfer
 
 
@@ -332,3 +333,20 @@ def test_out_of_memory_in_the_middle_of_an_onload_leaks_nothing_and_the_retry_wo
     manager.verify()
     manager.offload()
     assert (sim_accelerator.allocated_bytes(), sim.pinned_bytes()) == (device, host)
+
+
+# Tensors made of tensors.
+
+
+def test_a_subclass_with_inner_tensors_moves_with_them(one_rank: str) -> None:
+    def part() -> torch.Tensor:
+        return torch.randn(3, 4, device=one_rank)
+
+    module = nn.Module()
+    module.weight = nn.Parameter(TwoTensor(part(), part()))
+    manager = PlacementManager(module)
+    with assert_round_trip(module):
+        manager.offload()
+        assert module.weight.a.device.type == module.weight.b.device.type == "cpu"
+        assert module.weight.device.type == "cpu"
+        manager.onload()
