@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TornPlacement,
     )
     from placement.explain import Explanation, Finding, explain
+    from placement.leftovers import Leftover
     from placement.machine import PlacementMachine
     from placement.manager import PlacementManager
     from placement.owners import Owner, owner_of, register
@@ -71,6 +72,7 @@ _HOMES = {
     "IllegalTransition": "placement.errors",
     "Integrity": "placement.states",
     "Kind": "placement.tensors",
+    "Leftover": "placement.leftovers",
     "Legal": "placement.states",
     "Mode": "placement.states",
     "NoAccelerator": "placement.errors",
@@ -120,6 +122,7 @@ __all__ = [
     "IllegalTransition",
     "Integrity",
     "Kind",
+    "Leftover",
     "Legal",
     "Mode",
     "NoAccelerator",

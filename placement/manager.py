@@ -31,6 +31,7 @@ from placement.export import Tied, full_tensors
 from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
+from placement.leftovers import Leftover
 from placement.mover import Mover
 from placement.owners import Owner
 from placement.record import Record
@@ -242,6 +243,17 @@ class PlacementManager:
                     raise machines[component].refusal(trigger)
                 self._leases.refuse_move(component, asked)
             self._mover.bring(wanted, asked)
+
+    def leftovers(self) -> list[Leftover]:
+        """What the last offload copied away and that is still alive on the device, because
+        something else looks into it: a state dict, a view, a graph that waits for its backward.
+
+        An offload after which memory did not come back says so in the log. This names the tensors
+        and, as far as Python knows, what holds them. It takes as long as a garbage collection, and
+        is to be called before anything else is allocated.
+        """
+        with self._lock:
+            return self._mover.leftovers()
 
     # Contexts.
 

@@ -7,6 +7,7 @@ inside its machine's transition, so the record changes exactly if they went thro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,15 @@ from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
 from placement.interrupts import interrupts_held_back
 from placement.journal import Journal
+from placement.leftovers import Leftover, find_leftovers
 from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.tensors import parts
 from placement.trace import RECOVERY, EventKind
 from placement.transfer import Move, Moved, Transfer
+
+_LOG = logging.getLogger("placement")
 
 
 class Mover:
@@ -38,6 +42,8 @@ class Mover:
         self._offloaded_scalars: set[str] = set()
         # What was found on the host in ordinary memory, and goes back to it.
         self._found_pageable: set[str] = set()
+        # Storages of the last offload, for the question what of them is still alive.
+        self._copied_away: dict[int, tuple[str, int]] = {}
 
     def bring(self, wanted: dict[Component, Placement], asked: str) -> None:
         """Bring each component to the placement wanted: all of them, or none.
@@ -154,8 +160,32 @@ class Mover:
                 torn.tear()
             self._journal.triggered(component, trigger, source, failure=error)
             raise machine.refusal(trigger) from error
+        sources = transfer.sources(component)
         moved = meter.add_to(transfer.release(component))
         self._journal.triggered(component, trigger, source, moved)
+        if trigger is Trigger.OFFLOAD:
+            self._notice_what_stayed(component, sources, moved)
+
+    def leftovers(self) -> list[Leftover]:
+        """What the last offload copied away and that is still alive on the device."""
+        return list(find_leftovers(self._copied_away, self._record.device))
+
+    def _notice_what_stayed(
+        self, component: Component, sources: dict[int, tuple[str, int]], moved: Moved
+    ) -> None:
+        if component is Component.MODEL:
+            self._copied_away = {}
+        self._copied_away |= sources
+        if moved.device_bytes is None:
+            return
+        before, after = moved.device_bytes
+        if (missing := moved.to_host - (before - after)) > 0:
+            _LOG.warning(
+                "%s bytes of the %s did not come back with its offload: something else looks into "
+                "them; manager.leftovers() names it",
+                f"{missing:,}",
+                component.value,
+            )
 
     def _target(self, site: Site, trigger: Trigger) -> torch.device | None:
         """Where ``trigger`` sends ``site``; None leaves it where it is."""

@@ -79,6 +79,8 @@ class _Part:
     swaps: list[_Swap] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
     copying_on: set[torch.device] = field(default_factory=set)
+    sources: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Address of each storage that was copied, with the name of its first tensor and its bytes."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -156,7 +158,8 @@ class Transfer:
                 self._stage_tensor(base, move, part)
             key = storage_address(tensor)
             if key not in self._copies:
-                self._copies[key] = _copied(tensor, move, part)
+                self._copies[key] = copy = _copied(tensor, move, part)
+                part.sources[key] = (move.site.name, copy.nbytes())
             twin = torch.empty(0, dtype=tensor.dtype, device=move.target)
             twin.set_(self._copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
         self._twins[id(tensor)] = twin
@@ -177,6 +180,11 @@ class Transfer:
                 # some). Of a wrapper it changes the device that the wrapper reports; the inner
                 # tensor, which stays the same object, was swapped before it.
                 swap.tensor.data = swap.twin
+
+    def sources(self, component: Component) -> dict[int, tuple[str, int]]:
+        """Address of each storage that was copied for ``component``, with the name of its first
+        tensor and its bytes."""
+        return self._parts[component].sources
 
     def release(self, component: Component) -> Moved:
         """Let the sources of ``component`` go, and say what moving it cost."""
