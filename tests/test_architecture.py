@@ -59,6 +59,35 @@ def test_the_core_needs_neither_the_simulated_accelerator_nor_the_test_kit() -> 
     assert not found
 
 
+PAGE = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_every_room_stands_on_the_page() -> None:
+    rooms = [path.name for path in ROOT.glob("*.py") if not path.name.startswith("__")]
+    rooms += [f"{path.name}/" for path in ROOT.iterdir() if (path / "__init__.py").exists()]
+    assert [room for room in sorted(rooms) if f"`{room}`" not in PAGE] == []
+
+
+def test_imports_run_one_way_as_the_page_says() -> None:
+    lines = re.findall(r"^  \d\. (.*)$", PAGE, flags=re.MULTILINE)
+    level = {
+        name.rstrip("/"): number
+        for number, line in enumerate(lines)
+        for name in re.findall(r"`([a-z_]+/?)`", line)
+    }
+    core = [*ROOT.glob("*.py"), *(ROOT / "owners").glob("*.py")]
+    found = []
+    for path in core:
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room.startswith("__"):
+            continue
+        for name, line in imports(path):
+            other = name.split(".")[1] if name.startswith("placement.") else room
+            if other != room and level[other] >= level[room]:
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not found
+
+
 def test_private_torch_names_stand_in_one_file() -> None:
     # A name that begins with one underscore and is read from something other than self or cls.
     # placement/sim is a torch backend and lists its own; what it uses stands in its files' heads.
