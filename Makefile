@@ -5,11 +5,12 @@ DEVICE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := .venv-clients
 
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test bench lint types clean
+.PHONY: demo test test-clients bench lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
@@ -21,6 +22,10 @@ bench: $(INSTALLED)
 	$(BIN)/python tests/bench/idle.py
 	$(BIN)/python tests/bench/million.py
 
+# Other people's libraries, in an environment of their own.
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest tests/clients $(if $(DEVICE),--placement-device $(DEVICE))
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,9 +34,15 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo-output .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) demo-output .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(CLIENTS)/.installed: pyproject.toml constraints.txt constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --constraint constraints.txt --editable '.[testing]' \
+		--requirement constraints-clients.txt
 	touch $@

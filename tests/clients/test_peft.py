@@ -1,0 +1,136 @@
+"""A LoRA adapter (peft) on a tiny Qwen2 (transformers), sharded with FSDP2: the whole lifecycle.
+
+Run by ``make test-clients``, which installs both into an environment of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from placement import Placement, PlacementManager, find_compute_device
+from placement.testing import Ranks
+
+pytest.importorskip("peft", reason="peft is not installed; make test-clients runs this")
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+VOCABULARY = 64
+
+
+def base_model() -> nn.Module:
+    """A Qwen2 with random weights and tied embeddings."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            max_position_embeddings=64,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def model(lora: bool) -> nn.Module:
+    """The model, plain, with or without an adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    base = base_model()
+    if not lora:
+        return base
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted: nn.Module = get_peft_model(base, config)
+    return adapted
+
+
+def sharded(module: nn.Module, policy: OffloadPolicy) -> nn.Module:
+    mesh = init_device_mesh(find_compute_device().type, (dist.get_world_size(),))
+    for layer in module.get_submodule(_layers(module)):
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    return fully_shard(module, mesh=mesh, offload_policy=policy)
+
+
+def _layers(module: nn.Module) -> str:
+    return next(name for name, _ in module.named_modules() if name.endswith("model.layers"))
+
+
+def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(step)).to(
+        next(module.buffers()).device
+    )
+    loss = module(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def twin(lora: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of the same steps on a plain model on the CPU."""
+    module = model(lora)
+    optimizer = torch.optim.AdamW(trainable(module), lr=1e-2)
+    losses = [train(module, optimizer, step) for step in range(3)]
+    return losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+POLICIES = {
+    "none": (OffloadPolicy, None),
+    "manual": (OffloadPolicy, Placement.CPU_MANUAL),
+    "policy": (CPUOffloadPolicy, None),
+}
+
+
+def whole_lifecycle(name: str, lora: bool) -> None:
+    policy, rest = POLICIES[name]
+    module = sharded(model(lora), policy())
+    optimizer = torch.optim.AdamW(trainable(module), lr=1e-2)
+    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
+    assert (frozen > 0) is lora
+    manager = PlacementManager(module, optimizer, rest=rest, verify="always", deadline=60.0)
+    found = manager.placement
+    losses, weights = twin(lora)
+    for step, expected in enumerate(losses):
+        with manager.training():
+            assert train(module, optimizer, step) == pytest.approx(expected, rel=1e-5)
+        with manager.saving(step):
+            assert module.state_dict().keys() == weights.keys()
+        assert manager.placement is found
+    exported = dict(manager.export(tied="both"))
+    assert exported.keys() == weights.keys()
+    for key, weight in exported.items():
+        # AdamW divides a gradient by its own size: where it is all but zero, the order in which a
+        # tied weight's two gradients are added shows.
+        torch.testing.assert_close(weight.cpu(), weights[key], rtol=1e-4, atol=5e-5)
+    tied = [name for name in exported if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    assert len(tied) == 2
+    if manager.placement is not Placement.CPU_FSDP2_MANAGED:
+        manager.offload()
+        assert {str(site.device) for site in manager.census().sites} == {"cpu"}
+        manager.onload()
+    manager.verify()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("size", [1, 2], ids=["1 rank", "2 ranks"])
+def test_the_whole_lifecycle_under_each_policy(
+    ranks: Callable[[int], Ranks], size: int, name: str, lora: bool
+) -> None:
+    ranks(size).run(whole_lifecycle, name, lora)
