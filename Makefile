@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients bench lint types clean
+.PHONY: demo test test-clients field-guards bench lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
@@ -25,6 +25,10 @@ bench: $(INSTALLED)
 # Other people's libraries, in an environment of their own.
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients $(if $(DEVICE),--placement-device $(DEVICE))
+
+# Take each field test's guard away; the test must fail then.
+field-guards: $(INSTALLED)
+	$(BIN)/python -m pytest tests/field --without-guards
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
