@@ -28,7 +28,7 @@ DEADLINE = 1.5
 AMPLE = 30.0
 """Seconds; the deadline where nobody is lost."""
 
-SLACK = 2.0
+SLACK = 4.0
 """Seconds beyond a deadline: the store's second, and busy cores."""
 
 PATIENCE = timedelta(seconds=30)

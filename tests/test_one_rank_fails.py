@@ -21,7 +21,7 @@ from placement.testing import Ranks
 DEADLINE = 2.0
 """Seconds."""
 
-SLACK = 3.0
+SLACK = 5.0
 """Seconds beyond it, for the store, and for ranks that share two cores with each other."""
 
 ODD = 1
