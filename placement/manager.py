@@ -128,7 +128,7 @@ class PlacementManager:
                 instead="use the manager that is there, or detach() it first",
             ) from None
         self._verify_always = _verify(verify) == "always"
-        self._adopt_on_drift = on_drift == "adopt"
+        self._adopt_on_drift = _one_of("on_drift", on_drift, ("raise", "adopt")) == "adopt"
         self._agreement = Agreement(deadline)
         self._lock = threading.RLock()
         self._place_what_the_owner_leaves_to_us()
@@ -307,6 +307,7 @@ class PlacementManager:
         Yields:
             Name, as in the state dict, and tensor. The tensor is the consumer's own.
         """
+        _one_of("tied", tied, ("once", "both"))
         with self.exporting():
             lease = self._leases.innermost
             assert lease is not None
@@ -501,16 +502,26 @@ class PlacementManager:
             self._mover.bring(dict.fromkeys(self._record.machines, rest), f"rest={rest.value}")
 
 
-def _verify(asked: str | None) -> str:
-    wanted = asked or os.environ.get(VERIFY_VARIABLE) or "boundaries"
-    if wanted not in ("boundaries", "always"):
+def _one_of(option: str, value: str, known: tuple[str, ...], source: str = "the call") -> str:
+    """Refuse a value that an option does not know: it is a typing error, and would be silently off.
+
+    Raises:
+        ContradictoryOptions: ``value`` is not one of ``known``.
+    """
+    if value not in known:
         raise ContradictoryOptions(
-            asked=f"verify={wanted}",
-            state=f"it comes from {'the call' if asked else VERIFY_VARIABLE}",
-            why="only boundaries and always are known",
-            instead="choose one of the two",
+            asked=f"{option}={value}",
+            state=f"it comes from {source}",
+            why=f"only {' and '.join(known)} are known",
+            instead="choose one of them",
         )
-    return wanted
+    return value
+
+
+def _verify(asked: str | None) -> str:
+    source = "the call" if asked else VERIFY_VARIABLE
+    wanted = asked or os.environ.get(VERIFY_VARIABLE) or "boundaries"
+    return _one_of("verify", wanted, ("boundaries", "always"), source)
 
 
 _BY_HAND = (Placement.GPU, Placement.CPU_MANUAL)

@@ -64,18 +64,20 @@ def _optimizer_holdings(
 ) -> Iterator[Holding]:
     """Every tensor in the optimizer's state, named ``parameter/entry``, however nested."""
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
-    for group in optimizer.param_groups:
-        steps_on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not state:
-                continue
-            for path, tensor in _tensors_in(state):
-                # torch.optim.Optimizer._process_value_according_to_param_policy: the step counter
-                # follows its parameter only where the step runs on the device, the rest always.
-                on_host = tensor.ndim == 0 and not steps_on_device
-                name = names[id(parameter)]
-                yield Holding(name, Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
+    steps_on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for parameter in group["params"]
+    }
+    # The state is asked, not the groups: wrappers may have state without groups of their own.
+    for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter), "(no parameter of the module)")
+        for path, tensor in _tensors_in(state):
+            # torch.optim.Optimizer._process_value_according_to_param_policy: the step counter
+            # follows its parameter only where the step runs on the device, the rest always.
+            on_host = tensor.ndim == 0 and id(parameter) not in steps_on_device
+            yield Holding(name, Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
 
 
 def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

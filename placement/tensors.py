@@ -71,6 +71,14 @@ def has_storage(part: torch.Tensor) -> bool:
     return part.layout is torch.strided and part.device.type != "meta"
 
 
+def carried_along(part: torch.Tensor) -> list[str]:
+    """Names of tensors that a subclass keeps as ordinary attributes (the scale of a quantized
+    weight), without telling torch of them: nobody but the subclass knows that they belong to it."""
+    if type(part) in (torch.Tensor, torch.nn.Parameter):
+        return []
+    return [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+
+
 def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices are one, where a device without an index means the current one.
 

@@ -27,7 +27,7 @@ from placement.census import Site
 from placement.device import free_bytes
 from placement.errors import CannotMove, NotEnoughMemory
 from placement.states import Component
-from placement.tensors import has_storage, parts, same_device
+from placement.tensors import carried_along, has_storage, parts, same_device
 from placement.torch_private import inner_tensors, rewrap, storage_address, view_base
 
 
@@ -204,6 +204,22 @@ class Transfer:
                 "neither would come back as it was",
                 tensors=stuck,
                 instead="materialise it first, or declare it with stays=",
+            )
+
+        carriers = [
+            f"{move.site} carries {', '.join(names)}"
+            for move in self._moves
+            for part in parts(move.site.holding.tensor)
+            if (names := carried_along(part))
+        ]
+        if carriers:
+            raise CannotMove(
+                asked=self._asked,
+                state=f"{len(carriers)} tensors of a subclass carry tensors unknown to torch",
+                why="they would stay behind, on another device than the tensor that they belong to",
+                tensors=carriers,
+                instead="give the subclass __tensor_flatten__ and __tensor_unflatten__, or declare "
+                "it with stays=",
             )
 
     def _refuse_to_split(self, staying: Sequence[Site]) -> None:

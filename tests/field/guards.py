@@ -22,6 +22,7 @@ from placement import (
     PlacementManager,
     Trigger,
     export,
+    manager,
     mover,
     optimizer,
     record,
@@ -224,3 +225,27 @@ def an_idle_context_moves_nothing(patch: Patch) -> None:
             self._journal.moved(asked, component, transfer.Moved())
 
     patch.setattr(mover.Mover, "bring", always)
+
+
+@guard
+def subclasses_that_carry_tensors_are_refused(patch: Patch) -> None:
+    patch.setattr(transfer, "carried_along", lambda part: [])
+
+
+@guard
+def unknown_options_are_refused(patch: Patch) -> None:
+    patch.setattr(manager, "_one_of", lambda option, value, *_: value)
+
+
+@guard
+def optimizer_state_is_asked_and_not_the_groups(patch: Patch) -> None:
+    holdings = optimizer._optimizer_holdings
+
+    def of_groups(
+        wrapped: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]
+    ) -> Iterator[Holding]:
+        grouped = {id(p) for group in wrapped.param_groups for p in group["params"]}
+        names = {name for name, p in parameters.items() if id(p) in grouped}
+        return (holding for holding in holdings(wrapped, parameters) if holding.of in names)
+
+    patch.setattr(optimizer, "_optimizer_holdings", of_groups)

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from engine import Offload
 from placement import (
+    CannotMove,
     ContradictoryOptions,
     ForeignOptimizer,
     IllegalTransition,
@@ -178,6 +179,16 @@ def test_custom_and_nested_optimizer_state_moves_too(one_rank: str) -> None:
     manager = PlacementManager(module, optimizer)
     manager.offload()
     assert optimizer.state[module.weight]["blocks"][0]["q"].device.type == "cpu"
+
+
+@field_report("C09", guard="optimizer state is asked and not the groups")
+def test_state_without_groups_is_moved_too(one_rank: str) -> None:
+    module = nn.Linear(2, 2).to(one_rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight]["momentum"] = torch.ones(2, 2, device=one_rank)
+    optimizer.param_groups.clear()  # a wrapper that keeps groups elsewhere
+    PlacementManager(module, optimizer).offload()
+    assert optimizer.state[module.weight]["momentum"].device.type == "cpu"
 
 
 # Buffers, gradients, ties.
@@ -341,6 +352,36 @@ def test_the_global_swap_flag_is_respected_and_not_needed(one_rank: str) -> None
         del loss
     finally:
         torch.__future__.set_swap_module_params_on_conversion(found)
+
+
+# Options, and subclasses.
+
+
+class Scaled(torch.Tensor):
+    """A weight whose scale is an ordinary attribute, as quantized weights have."""
+
+
+@field_report("P02", guard="subclasses that carry tensors are refused")
+def test_a_scale_that_would_stay_behind_is_refused_by_name(one_rank: str) -> None:
+    weight = torch.ones(2, 2, device=one_rank).as_subclass(Scaled)
+    weight.scale = torch.ones(2, device=one_rank)
+    module = nn.Module()
+    module.register_buffer("weight", weight)
+    module.plain = nn.Parameter(torch.ones(2, device=one_rank))
+    manager = PlacementManager(module)
+    with pytest.raises(CannotMove, match=r"weight \(buffer\) on \w+:0 carries scale"):
+        manager.offload()
+    assert module.weight.device == module.weight.scale.device == module.plain.device
+
+
+@field_report("S02", guard="unknown options are refused")
+def test_a_misspelt_option_is_refused_rather_than_silently_off(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    for options in ({"on_drift": "adpot"}, {"verify": "allways"}):
+        with pytest.raises(ContradictoryOptions, match=next(iter(options.values()))):
+            PlacementManager(module, **options)
+    with pytest.raises(ContradictoryOptions, match="bth"):
+        next(PlacementManager(module).export(tied="bth"))
 
 
 def test_the_table_in_the_docs_is_up_to_date() -> None:

@@ -1,0 +1,149 @@
+"""Further guards that field tests name: of the reports whose ids begin with A to F."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from guards import Patch, _holding_less, guard, nothing
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import placement.manager
+from placement import Component, export, record, transfer
+from placement.mover import Mover
+from placement.owners import fsdp2
+from placement.owners.fsdp1 import FSDP1Module
+from placement.owners.plain import PlainModule
+from placement.states import COMPUTES_WITH, Operation
+from placement.tensors import Kind
+from placement.transfer import Transfer
+from placement.watch import ForeignWatch
+
+
+@guard
+def a_managed_module_refuses_conversions(patch: Patch) -> None:
+    patch.setattr(ForeignWatch, "before_conversion", nothing)
+
+
+@guard
+def exported_shards_are_staged_on_the_device(patch: Patch) -> None:
+    def where_it_rests(value: torch.Tensor, device: object, staged: object) -> torch.Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+    patch.setattr(export, "_full", where_it_rests)
+
+
+@guard
+def exported_names_are_those_of_the_state_dict(patch: Patch) -> None:
+    def traversed(
+        module: nn.Module, device: torch.device, *, staged: Any, **_: object
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in chain(module.named_parameters(), module.named_buffers()):
+            yield name, export._full(value.detach(), device, staged)
+
+    patch.setattr(placement.manager, "full_tensors", traversed)
+
+
+@guard
+def everything_is_copied_before_anything_is_swapped(patch: Patch) -> None:
+    stage = Transfer._stage_tensor
+
+    def stage_and_swap(self: Transfer, tensor: torch.Tensor, move: Any, part: Any) -> torch.Tensor:
+        twin = stage(self, tensor, move, part)
+        tensor.data = twin
+        return twin
+
+    patch.setattr(Transfer, "_stage_tensor", stage_and_swap)
+
+
+@guard
+def what_a_gathering_owner_needs_is_brought(patch: Patch) -> None:
+    patch.setattr(FSDP1Module, "stages", {})
+
+
+@guard
+def a_load_brings_nothing_to_the_device(patch: Patch) -> None:
+    patch.setitem(COMPUTES_WITH, Operation.LOAD, frozenset(Component))  # type: ignore[arg-type]
+
+
+@guard
+def tensors_keep_their_identity(patch: Patch) -> None:
+    commit = Mover._commit
+
+    def replace(self: Mover, transfer: Any, component: Component, *args: Any) -> None:
+        part, optimizer = transfer._parts[component], self._record.optimizer
+        if component is Component.OPTIMIZER and optimizer is not None:
+            twins = {id(swap.tensor): swap.twin for swap in part.swaps}
+            part.swaps = []
+            for entries in optimizer.state.values():
+                entries.update({k: twins.get(id(value), value) for k, value in entries.items()})
+        commit(self, transfer, component, *args)
+
+    patch.setattr(Mover, "_commit", replace)
+
+
+@guard
+def tensors_are_matched_with_their_own_copies(patch: Patch) -> None:
+    commit = Transfer.commit
+
+    def by_position(self: Transfer, component: Component) -> None:
+        swaps = self._parts[component].swaps
+        for swap, twin in zip(swaps, [swap.twin for swap in reversed(swaps)], strict=True):
+            swap.twin = twin
+        commit(self, component)
+
+    patch.setattr(Transfer, "commit", by_position)
+
+
+@guard
+def the_compute_device_has_the_meshs_type(patch: Patch) -> None:
+    def one_vendors(*_: object) -> torch.device:
+        return torch.device("cuda", torch.accelerator.current_device_index())
+
+    patch.setattr(record, "_agreed_device", one_vendors)
+
+
+@guard
+def wrappers_keep_their_global_shape(patch: Patch) -> None:
+    rewrap = transfer.rewrap
+
+    def from_local(tensor: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return rewrap(tensor, inner)
+        local, spec = inner["_local_tensor"], copy.copy(tensor._spec)
+        assert spec.tensor_meta is not None
+        spec.tensor_meta = spec.tensor_meta._replace(shape=local.size(), stride=local.stride())
+        return DTensor(local, spec, requires_grad=tensor.requires_grad)
+
+    patch.setattr(transfer, "rewrap", from_local)
+
+
+@guard
+def buffers_move_with_the_model(patch: Patch) -> None:
+    _holding_less(patch, lambda holding: holding.kind is not Kind.BUFFER)
+
+
+@guard
+def unreduced_gradients_move_along(patch: Patch) -> None:
+    holdings = fsdp2.FSDP2Module.holdings
+
+    def reduced(self: fsdp2.FSDP2Module) -> Iterator[Any]:
+        whole = (fsdp2._UNREDUCED, fsdp2._PART_REDUCED)
+        return (holding for holding in holdings(self) if holding.detail not in whole)
+
+    patch.setattr(fsdp2.FSDP2Module, "holdings", reduced)
+
+
+@guard
+def tensors_are_read_anew_for_each_move(patch: Patch) -> None:
+    read = PlainModule.parameters
+
+    def remembered(self: PlainModule) -> Mapping[str, nn.Parameter]:
+        first: Mapping[str, nn.Parameter] = self.__dict__.setdefault("first", read(self))
+        return first
+
+    patch.setattr(PlainModule, "parameters", remembered)

@@ -1,0 +1,128 @@
+"""Further guards, for the field tests of reports G to S."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from guards import guard, nothing
+from torch.distributed.tensor import DTensor
+
+from placement import TABLE, Component, Legal, Operation, Placement, Trigger, export, manager, mover
+from placement import transfer as transfers
+from placement.agreement import Agreement
+from placement.mover import Mover
+from placement.owners import fsdp1, fsdp2
+from placement.residence import CPU, Residence
+from placement.states import COMPUTES_WITH
+
+Patch = pytest.MonkeyPatch
+_EVERYTHING = frozenset(Component)
+
+
+@guard
+def a_failed_pinning_is_not_the_end(patch: Patch) -> None:
+    def strict(nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+    patch.setattr(transfers, "_host_bytes", strict)
+
+
+@guard
+def host_copies_are_pinned_before_they_are_written(patch: Patch) -> None:
+    def pageable(nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    patch.setattr(transfers, "_host_bytes", pageable)
+
+
+@guard
+def leftovers_are_looked_for(patch: Patch) -> None:
+    def none(*args: Any) -> Iterator[Any]:
+        return iter(())
+
+    patch.setattr(mover, "find_leftovers", none)
+
+
+@guard
+def what_is_declared_to_stay_stays(patch: Patch) -> None:
+    def moves(self: Residence, holding: object) -> bool:
+        return False
+
+    patch.setattr(Residence, "stays", moves)
+
+
+@guard
+def evaluating_brings_the_model(patch: Patch) -> None:
+    patch.setitem(COMPUTES_WITH, Operation.EVALUATE, frozenset())
+
+
+@guard
+def loading_brings_nothing(patch: Patch) -> None:
+    patch.setitem(COMPUTES_WITH, Operation.LOAD, _EVERYTHING)
+
+
+@guard
+def flat_parameters_are_brought_for_their_state_dict(patch: Patch) -> None:
+    patch.setattr(fsdp1.FSDP1Module, "stages", {})
+
+
+@guard
+def an_export_stages_each_shard(patch: Patch) -> None:
+    def unstaged(value: torch.Tensor, device: torch.device, staged: object) -> torch.Tensor:
+        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+    patch.setattr(export, "_full", unstaged)
+
+
+@guard
+def an_export_gathers_the_shards(patch: Patch) -> None:
+    def shard(value: torch.Tensor, device: torch.device, staged: object) -> torch.Tensor:
+        return (value.to_local() if isinstance(value, DTensor) else value).to(device, copy=True)
+
+    patch.setattr(export, "_full", shard)
+
+
+@guard
+def ranks_meet_before_a_collective_operation(patch: Patch) -> None:
+    @contextmanager
+    def alone(self: Agreement, *args: Any) -> Iterator[None]:
+        yield
+
+    patch.setattr(Agreement, "together", alone)
+
+
+@guard
+def a_trigger_out_of_order_is_refused(patch: Patch) -> None:
+    for placement, trigger in (
+        (Placement.GPU, Trigger.ONLOAD),
+        (Placement.CPU_MANUAL, Trigger.OFFLOAD),
+    ):
+        patch.setitem(TABLE, (placement, trigger), Legal(placement, "unguarded"))
+
+
+@guard
+def a_module_has_one_manager(patch: Patch) -> None:
+    patch.setattr(manager, "watch", nothing)
+
+
+@guard
+def a_policy_is_read_from_its_class(patch: Patch) -> None:
+    def is_there(group: Any, names: object) -> bool:
+        return group.offload_policy is not None
+
+    patch.setattr(fsdp2, "_offloads", is_there)
+
+
+@guard
+def the_device_is_kept_with_its_index(patch: Patch) -> None:
+    target: Callable[..., torch.device | None] = Mover._target
+
+    def forgetful(self: Mover, *args: Any) -> torch.device | None:
+        found = target(self, *args)
+        return found if found is None or found == CPU else torch.device(found.type)
+
+    patch.setattr(Mover, "_target", forgetful)

@@ -1,0 +1,522 @@
+"""Further faults reported in public, G to S. The ids are those of reports.json."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import guards_g_to_s  # noqa: F401  (registers the guards)
+import pytest
+import torch
+import torch.distributed as dist
+from guards import GUARDS
+from models import (
+    adam,
+    assert_equal,
+    local,
+    normed,
+    normed_batch,
+    normed_engine,
+    normed_loss,
+    policy,
+    sharded,
+    values,
+    whereabouts,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OffloadPolicy
+
+from engine import Offload
+from placement import (
+    AlreadyManaged,
+    Component,
+    IllegalTransition,
+    Mode,
+    Placement,
+    PlacementDrift,
+    PlacementMachine,
+    PlacementManager,
+    RanksDisagree,
+    Trace,
+    Trigger,
+    find_compute_device,
+)
+from placement.testing import Ranks
+
+field_report = pytest.mark.field_report
+
+
+def device_types(module: nn.Module) -> set[str]:
+    return {local(parameter).device.type for parameter in module.parameters()}
+
+
+def allocated() -> int:
+    return torch.accelerator.memory_allocated()
+
+
+def flat() -> FullyShardedDataParallel:
+    device = find_compute_device()
+    return FullyShardedDataParallel(normed().to(device), device_id=device)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    normed_loss(module, [x.to(device) for x in normed_batch()]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_ranks(ranks: Ranks, request: pytest.FixtureRequest, body: Callable[[], None]) -> None:
+    """Run ``body`` on all ranks: other processes, where the guard has to be taken away, too."""
+    marker = request.node.get_closest_marker("field_report")
+    taken = marker.kwargs["guard"] if request.config.getoption("--without-guards") else None
+    ranks.run(without, taken, body)
+
+
+def without(guard: str | None, body: Callable[[], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if guard is not None:
+            GUARDS[guard](patch)
+        body()
+
+
+# Host memory.
+
+
+@field_report("G06", guard="a failed pinning is not the end")
+def test_a_tensor_above_the_pinning_limit_is_offloaded_with_a_warning_that_says_so(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def limited(*args: int, pin_memory: bool = False, **kwargs: object) -> torch.Tensor:
+        if pin_memory and args[0] > 64:  # stands for a limit of the driver's
+            raise RuntimeError("out of memory")
+        return empty(*args, pin_memory=pin_memory, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(8, 8)).to(one_rank)
+    before = values(PlacementManager(module).census())
+    manager = PlacementManager(module)
+    monkeypatch.setattr(torch, "empty", limited)
+    with pytest.warns(UserWarning, match="256 bytes of host memory could not be pinned"):
+        manager.offload()
+    assert (module[0].weight.is_pinned(), module[1].weight.is_pinned()) == (True, False)
+    assert device_types(module) == {"cpu"}
+    assert_equal(values(manager.census()), before)
+
+
+@field_report("O04", guard="host copies are pinned before they are written")
+def test_an_offload_copies_each_tensor_once_and_into_pinned_memory(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    tensors = len(manager.census().sites)
+    counted = copies_to_the_host(one_rank)
+    manager.offload()
+    assert all(site.holding.tensor.is_pinned() for site in manager.census().sites)
+    if counted is not None:
+        assert copies_to_the_host(one_rank) == counted + tensors
+
+
+def copies_to_the_host(device: str) -> int | None:
+    """How many there were; None where nobody counts them."""
+    from placement import sim
+
+    return sim.counters().device_to_host_copies if device == "sim" else None
+
+
+# Device memory.
+
+
+class Reference(nn.Module):
+    """A model in a reference cycle, which only the garbage collector would end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = sharded(normed())
+        self.wrapper = [self]
+
+
+@field_report("H02", "H07", guard="bases of views move along")
+def test_an_offloaded_reference_model_frees_its_memory_without_a_collection(one_rank: str) -> None:
+    gc.collect()
+    before = allocated()
+    reference = Reference()
+    held = list(reference.parameters())
+    gc.collect()  # of what fully_shard left behind
+    assert allocated() > before
+    gc.disable()
+    try:
+        PlacementManager(reference).offload()
+        assert allocated() == before
+        assert {local(parameter).device.type for parameter in held} == {"cpu"}
+        alive, held = weakref.ref(reference), []
+        del reference
+        assert alive() is not None  # the cycle keeps it, and none of the device's memory
+    finally:
+        gc.enable()
+
+
+@field_report("H02", guard="leftovers are looked for")
+def test_a_storage_that_a_view_looks_into_is_not_freed_under_it_but_reported(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    view = module.second.weight.detach()[1:]
+    expected = view.cpu()
+    manager = PlacementManager(module)
+    manager.offload()
+    assert view.device.type == one_rank
+    assert torch.equal(view.cpu(), expected)
+    assert [leftover.name for leftover in manager.leftovers()] == ["second.weight"]
+
+
+@field_report("H08", guard="contexts put back what they found")
+def test_nothing_of_the_student_is_resident_while_the_teacher_runs(one_rank: str) -> None:
+    gc.collect()
+    found = allocated()
+    teacher = PlacementManager(sharded(normed()), rest=Placement.CPU_MANUAL)
+    module = sharded(normed())
+    optimizer = adam(module.parameters())
+    student = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL)
+    for _ in range(2):
+        with student.training():
+            train(module, optimizer, student.device)
+        gc.collect()
+        assert allocated() == found
+        with teacher.evaluating():
+            assert set(student.census().bytes_by_device()) == {"cpu"}
+            assert teacher.placement is Placement.GPU
+
+
+# Adapters and export.
+
+
+@field_report("I01", guard="exported weights are owned")
+def test_weights_exported_while_an_adapter_is_merged_keep_it_after_the_merge(one_rank: str) -> None:
+    module = sharded(normed())
+    manager = PlacementManager(module)
+    base = local(module.second.weight).detach().cpu()
+
+    @contextmanager
+    def merged() -> Iterator[None]:
+        with torch.no_grad():
+            module.second.weight.add_(1)
+            yield
+            module.second.weight.sub_(1)
+
+    with merged():
+        exported = dict(manager.export())
+    assert torch.allclose(local(module.second.weight).cpu(), base)
+    assert torch.allclose(exported["second.weight"].cpu(), base + 1)
+
+
+@field_report("I03", guard="meta tensors are no placement")
+def test_a_checkpoint_of_a_model_with_a_placeholder_in_it_is_refused(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    module.second.weight = nn.Parameter(torch.empty(3, 5, device="meta"))
+    with (
+        pytest.raises(PlacementDrift, match=r"second\.weight \(param\) on meta"),
+        manager.saving(),
+    ):
+        module.state_dict()
+
+
+@field_report("I04", guard="what is declared to stay stays")
+def test_an_adapter_that_is_parked_stays_parked_when_another_is_added(one_rank: str) -> None:
+    adapters = nn.ModuleDict({"active": nn.Linear(2, 2), "parked": nn.Linear(2, 2)})
+    manager = PlacementManager(adapters, stays=["parked.*"])
+    adapters["third"] = nn.Linear(2, 2)
+    manager.onload()
+    places = {name: device_types(adapter) for name, adapter in adapters.items()}
+    assert places == {"active": {one_rank}, "parked": {"cpu"}, "third": {one_rank}}
+
+
+@field_report("M04", guard="an export stages each shard")
+def test_an_export_of_an_offloaded_actor_reads_the_copy_on_the_host(
+    one_rank: str, trace: Trace
+) -> None:
+    engine = normed_engine(Offload.MANUAL, trace)
+    engine.train_batch(normed_batch(0))
+    expected = {n: local(p).detach().clone() for n, p in engine.module.named_parameters()}
+    moved = trace.moves()
+    for _ in range(2):  # the second time nothing has changed
+        exported = dict(engine.export_weights())
+        assert {weight.device.type for weight in exported.values()} == {one_rank}
+        assert_equal({name: exported[name].cpu() for name in expected}, expected)
+    assert engine.manager.placement is Placement.CPU_MANUAL
+    assert trace.moves() == moved
+
+
+@field_report("N07", guard="an export stages each shard")
+def test_an_export_needs_no_evaluation_before_it(one_rank: str) -> None:
+    def first_export(*, evaluate: bool) -> dict[str, torch.Tensor]:
+        engine = normed_engine(Offload.MANUAL)
+        if evaluate:
+            engine.eval_batch(normed_batch(0))
+        return dict(engine.export_weights())
+
+    straight = first_export(evaluate=False)
+    assert {weight.device.type for weight in straight.values()} == {one_rank}
+    assert_equal(straight, first_export(evaluate=True))
+
+
+@field_report("O05", guard="flat parameters are brought for their state dict")
+def test_an_export_of_flat_parameters_is_one_onload_and_one_offload(
+    one_rank: str, trace: Trace
+) -> None:
+    module = flat()
+    manager = PlacementManager(module, rest=Placement.CPU_MANUAL, trace=trace)
+    before = len(trace.moves())
+    assert len(list(manager.export())) > 2
+    assert [event.name for event in trace.moves()[before:]] == ["onload", "offload"]
+
+
+# Snapshots.
+
+
+@field_report("M03", guard="flat parameters are brought for their state dict")
+def test_a_snapshot_of_an_offloaded_flat_parameter_is_whole_and_can_be_restored(
+    one_rank: str,
+) -> None:
+    module = flat()
+    manager = PlacementManager(module, rest=Placement.CPU_MANUAL)
+    with manager.saving():
+        snapshot = {name: value.cpu() for name, value in module.state_dict().items()}
+    assert_equal(snapshot, dict(normed().state_dict()))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    with manager.loading():
+        module.load_state_dict(snapshot)
+    assert device_types(module) == {"cpu"}
+    with manager.saving():
+        restored = {name: value.cpu() for name, value in module.state_dict().items()}
+    assert_equal(restored, snapshot)
+
+
+@field_report("N03", guard="flat parameters are brought for their state dict")
+def test_a_save_while_the_trainer_sleeps_wakes_it_for_the_save_only(one_rank: str) -> None:
+    module = flat()
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(module, optimizer)
+    train(module, optimizer, manager.device)
+    manager.offload()
+    asleep = whereabouts(manager)
+    with manager.saving() as mode:
+        module.state_dict()
+        FullyShardedDataParallel.optim_state_dict(module, optimizer)
+        assert mode is Mode.STAGED
+    assert whereabouts(manager) == asleep
+
+
+@field_report("O06", guard="loading brings nothing")
+def test_a_load_into_offloaded_state_takes_no_detour_over_the_device(
+    one_rank: str, trace: Trace, tmp_path: Path
+) -> None:
+    engine = normed_engine(Offload.MANUAL, trace)
+    engine.train_batch(normed_batch(0))
+    engine.save_checkpoint(tmp_path)
+    saved = values(engine.manager.census())
+    engine.train_batch(normed_batch(1))
+    before = trace.moves()
+    engine.load_checkpoint(tmp_path)
+    assert trace.moves() == before
+    assert_equal(values(engine.manager.census()), saved)
+
+
+# Ranks.
+
+
+def some_have_not_moved() -> None:
+    module = sharded(normed())
+    manager = PlacementManager(module, deadline=20.0)
+    if dist.get_rank() == 0:
+        manager.offload()
+    with pytest.raises(RanksDisagree) as raised, manager.exporting():
+        pass
+    assert raised.value.said == {"model": {"cpu_manual": [0], "gpu": [1]}}
+
+
+@field_report("J03", guard="ranks meet before a collective operation")
+def test_a_phase_does_not_begin_before_all_ranks_have_moved(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, some_have_not_moved)
+
+
+def some_save() -> None:
+    manager = PlacementManager(sharded(normed()), deadline=20.0)
+    context = manager.saving() if dist.get_rank() == 0 else manager.exporting()
+    with pytest.raises(RanksDisagree) as raised, context:
+        pass
+    assert raised.value.said == {"operation": {"save": [0], "export": [1]}}
+
+
+@field_report("J07", guard="ranks meet before a collective operation")
+def test_a_save_that_only_some_ranks_decide_on_is_refused_on_all(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, some_save)
+
+
+def exports_without_updates() -> None:
+    module = sharded(normed())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    manager = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL)
+    whole = {name: parameter.detach() for name, parameter in normed().named_parameters()}
+    for _ in range(3):
+        with manager.training():
+            train(module, optimizer, manager.device)
+        exported = dict(manager.export())
+        assert_equal({name: exported[name].cpu() for name in whole}, whole)
+
+
+@field_report("J08", guard="an export gathers the shards")
+def test_exported_weights_of_two_shards_do_not_change_at_a_zero_learning_rate(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, exports_without_updates)
+
+
+# Lifecycle.
+
+
+@field_report("K02", guard="an idle context moves nothing")
+def test_a_reference_model_that_fits_is_not_offloaded_because_the_actor_is(
+    one_rank: str, trace: Trace
+) -> None:
+    actor = PlacementManager(sharded(normed()), rest=Placement.CPU_MANUAL, trace=trace)
+    reference = PlacementManager(sharded(normed()), rest=Placement.GPU, trace=trace)
+    before = trace.moves()
+    for number in range(3):
+        with reference.evaluating(), torch.no_grad():
+            reference.module(normed_batch(number)[0].to(reference.device))
+    assert trace.moves() == before
+    assert (actor.placement, reference.placement) == (Placement.CPU_MANUAL, Placement.GPU)
+
+
+@field_report("N04", guard="a trigger out of order is refused")
+def test_a_second_pause_and_a_resume_without_a_pause_are_refused_alike(one_rank: str) -> None:
+    asleep = PlacementMachine(Component.MODEL, Placement.CPU_MANUAL)
+    awake = PlacementMachine(Component.OPTIMIZER, Placement.GPU)
+    with pytest.raises(IllegalTransition, match=r"offload\(\) refused: the model is in cpu_manual"):
+        asleep.fire(Trigger.OFFLOAD)
+    with pytest.raises(IllegalTransition, match=r"onload\(\) refused: the optimizer is in gpu"):
+        awake.fire(Trigger.ONLOAD)
+
+
+@field_report("N08", guard="contexts put back what they found")
+def test_each_epoch_of_two_models_makes_the_same_transitions(one_rank: str, trace: Trace) -> None:
+    module = sharded(normed())
+    optimizer = adam(module.parameters())
+    actor = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL, trace=trace)
+    critic = PlacementManager(sharded(normed()), rest=Placement.CPU_MANUAL, trace=trace)
+
+    def epoch() -> list[tuple[str | None, str, str | None]]:
+        before = len(trace.moves())
+        with critic.evaluating():
+            assert actor.placement is Placement.CPU_MANUAL
+        with actor.training():
+            assert critic.placement is Placement.CPU_MANUAL
+            train(module, optimizer, actor.device)
+        return [(event.component, event.name, event.phase) for event in trace.moves()[before:]]
+
+    there_and_back = [("model", name, "evaluate") for name in ("onload", "offload")] + [
+        (component, name, "train")
+        for name in ("onload", "offload")
+        for component in ("model", "optimizer")
+    ]
+    assert [epoch(), epoch()] == [there_and_back, there_and_back]
+
+
+@field_report("O01", guard="an inner context takes nothing from an outer")
+def test_steps_inside_one_context_pay_for_one_onload_and_one_offload(
+    one_rank: str, trace: Trace
+) -> None:
+    engine = normed_engine(Offload.MANUAL, trace)
+    before = len(trace.moves())
+    with engine.train_mode():
+        for number in range(3):
+            engine.train_batch(normed_batch(number))
+    paid = trace.moves()[before:]
+    assert [(event.component, event.name) for event in paid] == [
+        ("model", "onload"),
+        ("optimizer", "onload"),
+        ("model", "offload"),
+        ("optimizer", "offload"),
+    ]
+    assert all(event.seconds > 0 for event in paid if event.bytes_to_host or event.bytes_to_device)
+
+
+# Compiled modules.
+
+
+@field_report("R02", guard="a module has one manager")
+def test_a_compiled_module_and_its_original_are_one_module(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    with pytest.raises(AlreadyManaged):
+        PlacementManager(torch.compile(module, backend="eager"))
+    assert manager.module is module
+
+
+@field_report("R02", guard="evaluating brings the model")
+def test_a_compiled_module_is_moved_outside_of_its_one_whole_graph(one_rank: str) -> None:
+    torch._dynamo.reset()
+    module = normed().to(one_rank).eval()
+    batch = normed_batch()[0].to(one_rank)
+    with torch.no_grad():
+        expected = module(batch)
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        manager = PlacementManager(module, rest=Placement.CPU_MANUAL)
+        for _ in range(2):
+            with manager.evaluating():
+                assert torch.equal(compiled(batch), expected)
+            assert device_types(module) == {"cpu"}
+
+
+@field_report("R03", guard="buffers of a managed module are placed")
+def test_a_validation_between_training_steps_finds_buffers_that_were_moved_by_hand(
+    one_rank: str,
+) -> None:
+    module = sharded(normed(), policy())
+    module.cpu()  # "the policy wants it there": its parameters, not its buffers
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(module, optimizer)
+    with manager.training():
+        train(module, optimizer, manager.device)
+    trained = whereabouts(manager)
+    with manager.evaluating(), torch.no_grad():
+        module.eval()(normed_batch()[0].to(manager.device))
+    with manager.training():
+        train(module.train(), optimizer, manager.device)
+    assert whereabouts(manager) == trained
+    assert device_types(module) == {"cpu"}
+    assert {buffer.device.type for buffer in module.buffers()} == {one_rank}
+
+
+# Options.
+
+
+@field_report("S03", guard="a policy is read from its class")
+def test_an_offload_policy_that_means_none_does_not_forbid_an_offload(one_rank: str) -> None:
+    module = sharded(normed(), OffloadPolicy())
+    manager = PlacementManager(module)
+    manager.offload()
+    assert manager.placement is Placement.CPU_MANUAL
+    assert device_types(module) == {"cpu"}
+
+
+@field_report("S04", guard="the device is kept with its index")
+def test_a_second_onload_goes_to_the_device_that_was_chosen(one_rank: str) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs a device that is not the default one")
+    chosen = torch.device(one_rank, 1)
+    module = nn.Linear(2, 2).to(chosen)
+    manager = PlacementManager(module, device=chosen)
+    for _ in range(2):
+        manager.offload()
+        assert device_types(module) == {"cpu"}
+        manager.onload()
+        assert {parameter.device for parameter in module.parameters()} == {chosen}
