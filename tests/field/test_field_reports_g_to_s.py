@@ -71,7 +71,11 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.dev
 def in_ranks(ranks: Ranks, request: pytest.FixtureRequest, body: Callable[[], None]) -> None:
     """Run ``body`` on all ranks: other processes, where the guard has to be taken away, too."""
     marker = request.node.get_closest_marker("field_report")
-    taken = marker.kwargs["guard"] if request.config.getoption("--without-guards") else None
+    taken = (
+        marker.kwargs["guard"]
+        if request.config.getoption("--without-guards", default=False)
+        else None
+    )
     ranks.run(without, taken, body)
 
 
