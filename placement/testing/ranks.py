@@ -9,6 +9,7 @@ passes, all processes are ended: the others may wait in a collective for ever.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import tempfile
@@ -154,12 +155,14 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, delayed_copies: 
         from placement import sim
 
         sim.enable()
-        sim.set_delayed_copies(delayed_copies)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             body, args, rendezvous = pipe.recv()
+            gc.collect()  # what the last body left in cycles would go in the middle of this one
             try:
                 join_group(device, rank, size, rendezvous)
+                if device == "sim":
+                    sim.set_delayed_copies(delayed_copies)
                 pipe.send((True, body(*args)))
             except BaseException:
                 # Before the group goes, which makes the other ranks fail, too.
