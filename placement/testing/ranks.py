@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_ALL_ARE_DONE = "all ranks are done"
+
 DEADLINE = 120.0
 """Seconds that a body may take unless it is given another deadline."""
 
@@ -91,6 +93,9 @@ class Ranks:
             worker.pipe.send((body, args, str(rendezvous)))
         try:
             results = self._results(time.monotonic() + deadline, dies)
+            for rank, worker in enumerate(self._workers):
+                if rank not in dies:
+                    worker.pipe.send(_ALL_ARE_DONE)
             for rank in dies:
                 _end(self._workers[rank])
                 self._workers[rank] = self._started(rank)
@@ -155,7 +160,7 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, delayed_copies: 
         from placement import sim
 
         sim.enable()
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             body, args, rendezvous = pipe.recv()
             gc.collect()  # what the last body left in cycles would go in the middle of this one
@@ -164,6 +169,8 @@ def _serve(pipe: Connection, rank: int, size: int, device: str, delayed_copies: 
                 if device == "sim":
                     sim.set_delayed_copies(delayed_copies)
                 pipe.send((True, body(*args)))
+                # A rank that left at once would break the connections of one that still joins.
+                pipe.recv()
             except BaseException:
                 # Before the group goes, which makes the other ranks fail, too.
                 pipe.send((False, traceback.format_exc()))
