@@ -47,7 +47,8 @@ class Explanation:
 
     Attributes:
         owner: who owns the module's placement; None if that can't be told.
-        placements: the placement that each component's tensors show; None if they show none.
+        placements: the placement that the tensors of each component show, without those that have
+            no tensors; None if they show none.
         bytes_by_device: for each kind of tensor, bytes on each device, each storage once.
         legal: for each trigger the reason why it is illegal now, or None if it is legal; empty if
             the placement can't be told.
@@ -113,30 +114,26 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     placements: dict[Component, Placement | None] = {}
     if owner is not None:
         residence = Residence(owner, device)
-        components = [Component.MODEL] + ([Component.OPTIMIZER] if optimizer is not None else [])
-        for component in components:
+        for component in Component:
+            if not census.of(component).sites:
+                continue
             try:
                 placements[component] = residence.read(census, component)
             except ScatteredModule as error:
                 placements[component] = None
                 findings.append(_from_refusal(error, "the first computation that meets both"))
         if optimizer is not None:
-            placements[Component.OPTIMIZER] = (
-                placements[Component.OPTIMIZER] or placements[Component.MODEL]
-                if not census.of(Component.OPTIMIZER).sites
-                else placements[Component.OPTIMIZER]
-            )
             findings += _foreign_parameters(optimizer, owner)
         findings += _at_odds(census)
         findings += _managed_strays(owner, residence, census)
         findings += _apart(placements)
         findings += _broken_ties(module, owner)
-    model = placements.get(Component.MODEL)
+    params = placements.get(Component.PARAMS)
     return Explanation(
         owner.name if owner else None,
         placements,
         _bytes(census),
-        {trigger: _why_not(model, trigger) for trigger in Trigger} if model else {},
+        {trigger: _why_not(params, trigger) for trigger in Trigger} if params else {},
         tuple(findings),
     )
 
@@ -205,8 +202,8 @@ def _managed_strays(owner: Owner, residence: Residence, census: Census) -> Itera
 
 
 def _apart(placements: dict[Component, Placement | None]) -> Iterator[Finding]:
-    model, optimizer = placements.get(Component.MODEL), placements.get(Component.OPTIMIZER)
-    if model is Placement.GPU and optimizer is Placement.CPU_MANUAL:
+    params, optimizer = placements.get(Component.PARAMS), placements.get(Component.OPTIMIZER)
+    if params is Placement.GPU and optimizer is Placement.CPU_MANUAL:
         yield Finding(
             "the optimizer's state is apart from its parameters",
             "optimizer.step() meets tensors of two devices",

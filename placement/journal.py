@@ -35,7 +35,7 @@ class Journal:
 
     def entered(self, lease: Lease, mode: Mode) -> None:
         """A context is being entered; what it needs is brought next."""
-        found = lease.found[Component.MODEL]
+        found = lease.found[Component.PARAMS]
         self._write(EventKind.ENTER, lease.operation.value, found, found, **_of(lease, mode))
 
     def ended(
@@ -46,14 +46,14 @@ class Journal:
         Args:
             lease: the context.
             mode: how it got at the parameters.
-            found: the model's placement when it began.
+            found: the parameters' placement when it began.
             failure: what its body or its end raised.
         """
         self._write(
             EventKind.OPERATION,
             lease.operation.value,
             found,
-            self._record[Component.MODEL],
+            self._record[Component.PARAMS],
             bytes_to_device=lease.staged_bytes,
             seconds=time.monotonic() - lease.entered,
             failure=failure,
@@ -93,7 +93,7 @@ class Journal:
 
     def foreign(self, call: str) -> None:
         """Tensors were moved, or may have been, by a call that went past the manager."""
-        placement = self._record[Component.MODEL]
+        placement = self._record[Component.PARAMS]
         self._write(EventKind.FOREIGN, call, placement, placement)
 
     def adopted(self, component: Component, source: Placement) -> None:
@@ -107,7 +107,7 @@ class Journal:
         try:
             yield
         except PlacementError as error:
-            placement = self._record[Component.MODEL]
+            placement = self._record[Component.PARAMS]
             self._write(
                 EventKind.REFUSAL,
                 asked,

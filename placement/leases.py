@@ -92,7 +92,7 @@ class Leases:
             if component in lease.holds:
                 raise PlacementHeld(
                     asked=asked,
-                    state=f"the {component.value} is held by an open context ({lease})",
+                    state=f"an open context holds the {component.value} ({lease})",
                     why="the operation in it works with the tensors where they are",
                     instead="move it after the context has ended",
                 )

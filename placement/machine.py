@@ -128,7 +128,7 @@ class PlacementMachine:
             raise AssertionError(f"{trigger.value} is legal in {self.state.value}")
         return IllegalTransition(
             asked=asked,
-            state=f"the {self.component.value} is in {self.state.value}",
+            state=f"the record has the {self.component.value} in {self.state.value}",
             why=row.why,
             instead=row.instead,
             tensors=self._evidence(),
@@ -145,7 +145,7 @@ class PlacementMachine:
     def _torn(self, asked: str) -> TornPlacement:
         return TornPlacement(
             asked=asked,
-            state=f"the {self.component.value} is in {self.state.value}, torn",
+            state=f"the record has the {self.component.value} in {self.state.value}, torn",
             why=TORN.why,
             instead=TORN.instead,
             tensors=self._evidence(),

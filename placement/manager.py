@@ -35,7 +35,17 @@ from placement.leftovers import Leftover
 from placement.mover import Mover
 from placement.owners import Owner
 from placement.record import Record
-from placement.states import COMPUTES_WITH, HOLDS, Component, Mode, Operation, Placement, Trigger
+from placement.states import (
+    COMPUTES_WITH,
+    HOLDS,
+    Component,
+    Mode,
+    Operation,
+    Placement,
+    Trigger,
+    destination,
+)
+from placement.tensors import same_device
 from placement.trace import Trace, call_site, process_trace
 from placement.watch import ForeignWatch
 
@@ -139,8 +149,8 @@ class PlacementManager:
 
     @property
     def placement(self) -> Placement:
-        """Where the record says that the model is."""
-        return self._record[Component.MODEL]
+        """Where the record says that the parameters are."""
+        return self._record[Component.PARAMS]
 
     @property
     def optimizer_placement(self) -> Placement | None:
@@ -157,9 +167,14 @@ class PlacementManager:
         """Who owns the module's placement, as read from the module."""
         return self._record.owner
 
+    @property
+    def placements(self) -> dict[Component, Placement]:
+        """Where the record says that each component is."""
+        return self._record.placements()
+
     def may(self, trigger: Trigger) -> bool:
-        """Whether the model's machine accepts ``trigger`` now."""
-        return self._record.machines[Component.MODEL].may(trigger)
+        """Whether the parameters' machine accepts ``trigger`` now."""
+        return self._record.machines[Component.PARAMS].may(trigger)
 
     def may_save(self) -> bool:
         """Whether parameters may be staged by hand for a checkpoint. :meth:`saving` works
@@ -209,26 +224,80 @@ class PlacementManager:
 
     # Moves by hand.
 
-    def onload(self) -> None:
+    def onload(self, include: Iterable[Component | str] | None = None) -> None:
         """Bring the model and the optimizer's state to the compute device.
 
         What is there already is left in peace. The placement this leaves is the one that later
         contexts find and restore.
 
+        Args:
+            include: the components to bring, by name: ``params``, ``grads``, ``buffers``,
+                ``optimizer``. None for all.
+
         Raises:
+            ContradictoryOptions: ``include`` names a component that is not known, or not there.
             IllegalTransition: the module's placement is not for hands to change.
             PlacementHeld: an open context works with the tensors where they are.
             PlacementDrift: the tensors are not where the record says.
             NotEnoughMemory: they would not fit.
             CannotMove: one of them could not come back as it was.
         """
-        self._move_by_hand(Trigger.ONLOAD, Placement.GPU)
+        self._move_by_hand(Trigger.ONLOAD, self._included(include))
 
-    def offload(self) -> None:
-        """Put the model and the optimizer's state on the CPU. Raises as :meth:`onload` does."""
-        self._move_by_hand(Trigger.OFFLOAD, Placement.CPU_MANUAL)
+    def offload(self, include: Iterable[Component | str] | None = None) -> None:
+        """Put the model and the optimizer's state on the CPU, or what ``include`` names of them.
+        Raises as :meth:`onload` does."""
+        self._move_by_hand(Trigger.OFFLOAD, self._included(include))
 
-    def _move_by_hand(self, trigger: Trigger, dest: Placement) -> None:
+    def to(
+        self,
+        device: torch.device | str,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """:meth:`onload` or :meth:`offload` in the words of verl's engines.
+
+        Args:
+            device: the compute device, with or without its index, or the CPU.
+            model: whether parameters and buffers move.
+            optimizer: whether the optimizer's state moves, if there is an optimizer.
+            grad: whether gradients move. Independent of ``model``.
+
+        Raises:
+            ContradictoryOptions: ``device`` is neither of the two.
+        """
+        target = torch.device(device)
+        if target.type != "cpu" and not same_device(target, self.device):
+            raise ContradictoryOptions(
+                asked=f"to({str(device)!r})",
+                state=f"the module is placed between {self.device} and the CPU",
+                why="it is computed with on no other device",
+                instead=f"name {self.device} or cpu",
+            )
+        asked = {
+            Component.PARAMS: model,
+            Component.GRADS: grad,
+            Component.BUFFERS: model,
+            Component.OPTIMIZER: optimizer and self.optimizer is not None,
+        }
+        trigger = Trigger.OFFLOAD if target.type == "cpu" else Trigger.ONLOAD
+        self._move_by_hand(trigger, [component for component, wanted in asked.items() if wanted])
+
+    def _included(self, include: Iterable[Component | str] | None) -> list[Component]:
+        """The components that ``include`` names.
+
+        Raises:
+            ContradictoryOptions: one is not known, or not there.
+        """
+        there = {component.value: component for component in self._record.machines}
+        if include is None:
+            return list(there.values())
+        names = [part.value if isinstance(part, Component) else part for part in include]
+        return [there[_one_of("include", name, tuple(there))] for name in names]
+
+    def _move_by_hand(self, trigger: Trigger, components: Iterable[Component]) -> None:
+        dest = destination(trigger)
         with self._journal.refusals(trigger.value), self._lock:
             asked = f"{trigger.value}()"
             self._require_attached(asked)
@@ -237,7 +306,7 @@ class PlacementManager:
             if self._watch.unchecked:
                 self._check(asked)
             machines = self._record.machines
-            wanted = {c: dest for c, machine in machines.items() if machine.state is not dest}
+            wanted = {c: dest for c in components if machines[c].state is not dest}
             for component in wanted:
                 if not machines[component].may(trigger):
                     raise machines[component].refusal(trigger)
@@ -336,6 +405,7 @@ class PlacementManager:
         """
         entered_at = call_site()
         facts = {c.value: placement.value for c, placement in self._record.placements().items()}
+        del facts[Component.GRADS.value]  # one rank may have some where another has none
         facts["step"] = str(step)
         refusal: PlacementError | None = None
         try:
@@ -360,7 +430,7 @@ class PlacementManager:
         failures, and a note on the exception tells of it.
         """
         lease, mode = self._enter(operation, entered_at or call_site())
-        found = lease.found[Component.MODEL]
+        found = lease.found[Component.PARAMS]
         failure: BaseException | None = None
         try:
             with record_function(f"placement: {operation.value}"):
@@ -405,10 +475,10 @@ class PlacementManager:
             try:
                 self._mover.bring({c: Placement.GPU for c in found if c in needs}, asked)
                 if operation is Operation.SAVE and self.may_save():
-                    self._mover.fire(Component.MODEL, Trigger.SAVE)
+                    self._mover.fire(Component.PARAMS, Trigger.SAVE)
             except BaseException as error:
                 self._leave(lease)
-                self._journal.ended(lease, mode, found[Component.MODEL], error)
+                self._journal.ended(lease, mode, found[Component.PARAMS], error)
                 raise
             return lease, mode
 
@@ -524,7 +594,7 @@ def _verify(asked: str | None) -> str:
     return _one_of("verify", wanted, ("boundaries", "always"), source)
 
 
-_BY_HAND = (Placement.GPU, Placement.CPU_MANUAL)
+_BY_HAND = (destination(Trigger.ONLOAD), destination(Trigger.OFFLOAD))
 
 
 def _tell(failure: BaseException, restoring: Exception) -> None:

@@ -61,7 +61,7 @@ class Mover:
         if not triggers:
             return
         census = self._record.check(asked)
-        self._let_an_empty_optimizer_follow(triggers, census)
+        self._let_what_is_empty_follow(triggers, census)
         for component, trigger in triggers.items():
             if not self._record.machines[component].may(trigger):
                 raise self._record.machines[component].refusal(trigger)
@@ -76,6 +76,8 @@ class Mover:
         staying = [site for site in census.sites if id(site) not in moving]
         meter = _Meter(self._record.device)
         transfer = Transfer(moves, staying, asked=asked)
+        if Trigger.OFFLOAD in triggers.values():
+            self._copied_away = {}
         span = record_function(f"placement: {', '.join(t.value for t in set(triggers.values()))}")
         with span, interrupts_held_back() as deliver_interrupt:
             for component, trigger in triggers.items():
@@ -83,8 +85,8 @@ class Mover:
             for component, trigger in triggers.items():
                 self._commit(transfer, component, trigger, meter)
             self._remember_what_was_found(moves)
-            if Component.MODEL in triggers:
-                self._record.owner.moved(self._record[Component.MODEL])
+            if Component.PARAMS in triggers:
+                self._record.owner.moved(self._record[Component.PARAMS])
 
     def fire(self, component: Component, trigger: Trigger) -> None:
         """Fire a trigger that moves nothing."""
@@ -141,10 +143,10 @@ class Mover:
     def _copy(
         self, transfer: Transfer, component: Component, name: str, between: Callable[[], None]
     ) -> None:
-        transfer.stage(component, between)
-        self._journal.copying(EventKind.ISSUED, component, name)
-        transfer.land(component)
-        self._journal.copying(EventKind.LANDED, component, name)
+        if transfer.stage(component, between):
+            self._journal.copying(EventKind.ISSUED, component, name)
+            transfer.land(component)
+            self._journal.copying(EventKind.LANDED, component, name)
 
     def _commit(
         self, transfer: Transfer, component: Component, trigger: Trigger, meter: _Meter
@@ -173,8 +175,6 @@ class Mover:
     def _notice_what_stayed(
         self, component: Component, sources: dict[int, tuple[str, int]], moved: Moved
     ) -> None:
-        if component is Component.MODEL:
-            self._copied_away = {}
         self._copied_away |= sources
         if moved.device_bytes is None:
             return
@@ -215,16 +215,14 @@ class Mover:
                 else:
                     self._found_pageable.add(site.name)
 
-    def _let_an_empty_optimizer_follow(
-        self, triggers: dict[Component, Trigger], census: Census
-    ) -> None:
-        """An optimizer without state yet has its parameters' placement."""
-        trigger = triggers.get(Component.MODEL)
-        machine = self._record.machines.get(Component.OPTIMIZER)
-        if trigger is None or machine is None or census.of(Component.OPTIMIZER).sites:
+    def _let_what_is_empty_follow(self, triggers: dict[Component, Trigger], census: Census) -> None:
+        """A component without tensors has its parameters' placement."""
+        if (trigger := triggers.get(Component.PARAMS)) is None:
             return
-        if machine.may(trigger):
-            triggers[Component.OPTIMIZER] = trigger
+        present = {site.kind.component for site in census.sites}
+        for component, machine in self._record.machines.items():
+            if component not in present and component not in triggers and machine.may(trigger):
+                triggers[component] = trigger
 
 
 class _Meter:

@@ -81,6 +81,11 @@ class Record:
     def __getitem__(self, component: Component) -> Placement:
         return self.machines[component].state
 
+    @property
+    def components(self) -> list[Component]:
+        """What there is: without an optimizer, all but its state."""
+        return [c for c in Component if c is not Component.OPTIMIZER or self.optimizer is not None]
+
     def placements(self) -> dict[Component, Placement]:
         """What the record says now."""
         return {component: machine.state for component, machine in self.machines.items()}
@@ -124,7 +129,7 @@ class Record:
             if strays:
                 raise PlacementDrift(
                     asked=asked,
-                    state=f"the record says that the {component.value} is in {placement.value}",
+                    state=f"the record has the {component.value} in {placement.value}",
                     why=f"{len(strays)} of its tensors are elsewhere: "
                     + (self.last_foreign or "something")
                     + " moved them without the manager",
@@ -163,13 +168,7 @@ class Record:
         census = self.census()
         self.residence.require_stays_to_match(census)
         self._require_the_owner_to_have_what_it_manages(census)
-        model = self.residence.read(census, Component.MODEL)
-        assert model is not None  # it has parameters
-        read = {Component.MODEL: model}
-        if self.optimizer is not None:
-            # Without state yet, an optimizer has its parameters' placement.
-            read[Component.OPTIMIZER] = self.residence.read(census, Component.OPTIMIZER) or model
-        return read
+        return self.residence.read_all(census, self.components)
 
     def _require_the_owner_to_have_what_it_manages(self, census: Census) -> None:
         """Refuse a managed module whose tensors were moved by hand before it was adopted.

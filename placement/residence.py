@@ -6,7 +6,7 @@ ask here, so that they can't disagree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -86,13 +86,26 @@ class Residence:
         devices = sorted({str(site.device) for site in sites})
         raise ScatteredModule(
             asked="adopting the module",
-            state=f"the {component.value}'s tensors are on {', '.join(devices)}",
+            state=f"tensors of the {component.value} are on {', '.join(devices)}",
             why=f"a placement is one device for all, {self._compute_device} or cpu, and wrapper "
             "and bytes must agree",
             tensors=[str(site) for site in min(amiss.values(), key=len)],
             instead="move the module to one device first, or declare with stays= what is meant to "
             "live elsewhere",
         )
+
+    def read_all(
+        self, census: Census, components: Iterable[Component]
+    ) -> dict[Component, Placement]:
+        """The placement that the tensors of each of ``components`` show. One without tensors has
+        its parameters' placement.
+
+        Raises:
+            ScatteredModule: see :meth:`read`.
+        """
+        params = self.read(census, Component.PARAMS)
+        assert params is not None  # a module without parameters is not adopted
+        return {component: self.read(census, component) or params for component in components}
 
     def require_stays_to_match(self, census: Census) -> None:
         """Refuse a pattern that matches nothing: it is a typing error, or the model changed.

@@ -10,7 +10,7 @@ Two rules keep this file honest:
 
 Theory of operation
 -------------------
-A *component* (the model: parameters, gradients, buffers; or the optimizer's state) is in exactly
+A *component* (the parameters, their gradients, the buffers, or the optimizer's state) is in exactly
 one :class:`Placement`. Two questions are folded into it, because neither is useful alone: *where*
 do the tensors rest, and *who* may move them. "On the CPU" by itself is no state: tensors that the
 engine put there by hand may be brought back by hand, tensors that FSDP2's ``CPUOffloadPolicy``
@@ -75,13 +75,23 @@ class Integrity(enum.Enum):
 
 
 class Component(enum.Enum):
-    """What has a placement of its own."""
+    """What has a placement of its own. One without tensors goes where the parameters go."""
 
-    MODEL = "model"
-    """Parameters, gradients and buffers of the module."""
+    PARAMS = "params"
+    """The module's parameters."""
+
+    GRADS = "grads"
+    """Their gradients."""
+
+    BUFFERS = "buffers"
+    """The module's buffers, persistent or not."""
 
     OPTIMIZER = "optimizer"
-    """The optimizer's state. Before its first step it has none, and its parameters' placement."""
+    """The optimizer's state, and the gradient scaler's."""
+
+
+MODEL = frozenset({Component.PARAMS, Component.GRADS, Component.BUFFERS})
+"""The components that are the module's own."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +187,8 @@ class Mode(enum.Enum):
 
 
 COMPUTES_WITH: Mapping[Operation, frozenset[Component]] = {
-    Operation.TRAIN: frozenset({Component.MODEL, Component.OPTIMIZER}),
-    Operation.EVALUATE: frozenset({Component.MODEL}),
+    Operation.TRAIN: frozenset(Component),
+    Operation.EVALUATE: frozenset({Component.PARAMS, Component.BUFFERS}),
     Operation.SAVE: frozenset(),
     Operation.LOAD: frozenset(),
     Operation.EXPORT: frozenset(),
@@ -192,10 +202,10 @@ _EVERYTHING = frozenset(Component)
 
 HOLDS: Mapping[Operation, frozenset[Component]] = {
     Operation.TRAIN: _EVERYTHING,
-    Operation.EVALUATE: frozenset({Component.MODEL}),
+    Operation.EVALUATE: frozenset({Component.PARAMS, Component.BUFFERS}),
     Operation.SAVE: _EVERYTHING,
     Operation.LOAD: _EVERYTHING,
-    Operation.EXPORT: frozenset({Component.MODEL}),
+    Operation.EXPORT: frozenset({Component.PARAMS, Component.BUFFERS}),
 }
 """The components that nobody may move by hand while an operation is under way."""
 
@@ -208,6 +218,18 @@ EXCLUDED_BY: Mapping[Operation, frozenset[Operation]] = {
 }
 """The open contexts inside which an operation may not begin: it would change values that they are
 still reading, or read values that they are still changing."""
+
+
+def destination(trigger: Trigger) -> Placement:
+    """The placement that ``trigger`` moves tensors to.
+
+    Raises:
+        LookupError: it moves none.
+    """
+    for (source, fired), row in TABLE.items():
+        if fired is trigger and isinstance(row, Legal) and row.dest is not source:
+            return row.dest
+    raise LookupError(f"{trigger.value} moves nothing")
 
 
 def trigger_between(current: Placement, wanted: Placement) -> Trigger | None:

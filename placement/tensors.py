@@ -28,7 +28,15 @@ class Kind(enum.Enum):
 
     @property
     def component(self) -> Component:
-        return Component.OPTIMIZER if self is Kind.OPTIMIZER else Component.MODEL
+        return _COMPONENTS[self]
+
+
+_COMPONENTS = {
+    Kind.PARAM: Component.PARAMS,
+    Kind.GRAD: Component.GRADS,
+    Kind.BUFFER: Component.BUFFERS,
+    Kind.OPTIMIZER: Component.OPTIMIZER,
+}
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Event(NamedTuple):
         rank: of the process in the default process group, 0 without one.
         thread: name of the thread.
         module: the placed module, as ``Class#n`` with n counting the process's managers.
-        component: ``model`` or ``optimizer``; None where it concerns both.
+        component: ``params``, ``grads``, ``buffers`` or ``optimizer``; None where it concerns all.
         kind: see :class:`EventKind`.
         name: the trigger, operation or call.
         source: the placement before; of an operation, the model's.
@@ -137,11 +137,12 @@ class Event(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether tensors were moved: by a move, or by a transition to another placement, even
-        if it found no bytes to copy."""
-        return self.outcome is Outcome.OK and (
-            self.kind is EventKind.MOVE
-            or (self.kind is EventKind.TRIGGER and self.source != self.dest)
+        """Whether tensors were moved, by a transition or by a move within a placement. A component
+        without tensors makes its transition, too, but moves nothing."""
+        return (
+            self.outcome is Outcome.OK
+            and self.kind in (EventKind.MOVE, EventKind.TRIGGER)
+            and self.bytes_to_device + self.bytes_to_host > 0
         )
 
     @property

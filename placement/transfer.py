@@ -119,7 +119,7 @@ class Transfer:
         self._refuse_to_split(staying)
         self._refuse_what_does_not_fit()
 
-    def stage(self, component: Component, between: Callable[[], None] = lambda: None) -> None:
+    def stage(self, component: Component, between: Callable[[], None] = lambda: None) -> bool:
         """Begin to copy everything of ``component``. Raises what torch raises; nothing has changed
         then.
 
@@ -128,6 +128,9 @@ class Transfer:
         Args:
             component: what to copy.
             between: called before each tensor; may raise.
+
+        Returns:
+            Whether there was anything to copy.
         """
         part = self._parts.setdefault(component, _Part())
         with torch.no_grad(), part.timed():
@@ -135,6 +138,7 @@ class Transfer:
                 if move.site.kind.component is component:
                     between()
                     self._stage_tensor(move.site.holding.tensor, move, part)
+        return bool(part.copying_on)
 
     def land(self, component: Component) -> None:
         """Wait for the copies of ``component``: what is committed may be read at once."""
@@ -238,7 +242,7 @@ class Transfer:
                 state=f"{len(split)} tensors that stay share their storage with one that moves",
                 why="moving one of two that look into the same bytes would part them",
                 tensors=split,
-                instead="declare all of them with stays=, or none",
+                instead="move all of their components together, or declare all of them with stays=",
             )
 
     def _refuse_what_does_not_fit(self) -> None:

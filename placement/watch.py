@@ -38,13 +38,13 @@ class ForeignWatch:
             if target is not None:
                 trigger = Trigger.OFFLOAD if target == CPU else Trigger.ONLOAD
                 with self._journal.refusals(call):
-                    raise self._record.machines[Component.MODEL].refusal(trigger, f"module.{call}")
+                    raise self._record.machines[Component.PARAMS].refusal(trigger, f"module.{call}")
 
     def after_conversion(self, call: str, convert: Convert) -> None:
         """Remember a conversion that moved tensors, or may have."""
         self.conversions += 1
         self.last_conversion = f"module.{call} at {call_site()}"
-        placement = self._record[Component.MODEL]
+        placement = self._record[Component.PARAMS]
         try:
             rests_on = CPU if placement is Placement.CPU_MANUAL else self._record.device
             if would_move_to(convert, {rests_on}) is None:

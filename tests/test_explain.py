@@ -21,10 +21,7 @@ def test_a_module_with_nothing_amiss(one_rank: str) -> None:
     module = sharded(normed())
     found = explain(module, stepped(module, one_rank))
     assert found.owner == "FSDP2"
-    assert found.placements == {
-        Component.MODEL: Placement.GPU,
-        Component.OPTIMIZER: Placement.GPU,
-    }
+    assert found.placements == dict.fromkeys(Component, Placement.GPU)
     assert found.findings == ()
     assert found.legal[Trigger.OFFLOAD] is None
     assert "already" in str(found.legal[Trigger.ONLOAD])
@@ -34,7 +31,7 @@ def test_a_module_with_nothing_amiss(one_rank: str) -> None:
 
 def test_a_managed_module_says_why_nothing_moves_it(one_rank: str) -> None:
     found = explain(sharded(normed(), policy()))
-    assert found.placements[Component.MODEL] is Placement.CPU_FSDP2_MANAGED
+    assert found.placements[Component.PARAMS] is Placement.CPU_FSDP2_MANAGED
     assert all("CPUOffloadPolicy" in str(why) for why in found.legal.values())
     assert found.findings == ()
 
@@ -84,7 +81,7 @@ def test_a_module_on_two_devices(one_rank: str) -> None:
     module = normed().to(one_rank)
     module.second.to("cpu")
     found = explain(module)
-    assert found.placements[Component.MODEL] is None
+    assert found.placements[Component.PARAMS] is None
     assert "second.weight (param) on cpu" in str(found)
     assert found.legal == {}
 

@@ -402,4 +402,4 @@ def test_a_restore_that_fails_does_not_hide_the_error_of_the_body(
     failed = [event for event in trace if event.outcome.value == "failed"]
     assert [event.name for event in failed] == ["offload", "train"]
     manager.offload()
-    assert manager._record.machines[Component.MODEL].integrity is Integrity.WHOLE
+    assert manager._record.machines[Component.PARAMS].integrity is Integrity.WHOLE

@@ -14,6 +14,7 @@ from torch import nn
 
 from placement import (
     AlreadyManaged,
+    Component,
     Detached,
     EventKind,
     IllegalTransition,
@@ -102,8 +103,7 @@ def test_drift_can_be_adopted_instead(one_rank: str, trace: Trace, shard: bool) 
     assert manager.placement is Placement.CPU_MANUAL
     adopted = [event for event in trace if event.kind is EventKind.ADOPTION]
     assert [(e.component, e.source, e.dest) for e in adopted] == [
-        ("model", "gpu", "cpu_manual"),
-        ("optimizer", "gpu", "cpu_manual"),
+        (component.value, "gpu", "cpu_manual") for component in Component
     ]
     manager.verify()
 

@@ -39,7 +39,7 @@ def test_a_placement_is_read_from_the_tensors(one_rank: str, shard: bool) -> Non
     normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
     optimizer.step()
     assert_placement(module, Placement.GPU, optimizer)
-    with pytest.raises(AssertionError, match=r"expected the model in cpu_manual, but \d+ of its"):
+    with pytest.raises(AssertionError, match=r"expected the params in cpu_manual, but \d+ tens"):
         assert_placement(module, Placement.CPU_MANUAL, optimizer)
     with pytest.raises(AssertionError, match="does not manage"):
         assert_placement(module, Placement.CPU_FSDP2_MANAGED)
@@ -134,7 +134,8 @@ def test_a_trace_is_asserted_line_by_line(one_rank: str, placement_trace: Trace)
     expected = [
         "save",
         "refused onload",
-        "model onload cpu_manual->gpu",
+        "params onload cpu_manual->gpu",
+        "buffers onload cpu_manual->gpu",
         "foreign cpu()",
     ]
     assert_trace(placement_trace, expected)
@@ -146,7 +147,7 @@ def test_moves_are_caught_with_their_call_site(one_rank: str, placement_trace: T
     manager = PlacementManager(normed())
     with assert_no_moves(), manager.saving():
         pass
-    with pytest.raises(AssertionError, match=r"model onload .* at .*test_kit\.py"):
+    with pytest.raises(AssertionError, match=r"params onload .* at .*test_kit\.py"):
         with assert_no_moves(), manager.evaluating():
             pass
     with pytest.raises(AssertionError, match="past the manager"), assert_no_moves():
@@ -175,7 +176,7 @@ def test_an_illegal_trace_is_caught(
     for start in ("cpu_manual", source):
         placement_trace.record(
             module="M#0",
-            component="model",
+            component="params",
             kind=EventKind.TRIGGER,
             name="onload",
             source=start,
@@ -298,7 +299,7 @@ def test_the_plugin_works_in_a_stranger_suite(
                 manager = PlacementManager(torch.nn.Linear(2, 2))
                 manager.onload()
                 assert_placement(manager.module, Placement.GPU)
-                assert_trace(placement_trace, ["model onload cpu_manual->gpu"])
+                assert_trace(placement_trace, ["params onload cpu_manual->gpu"])
 
             def test_every_context_is_checked(placement_device, placement_trace):
                 module = torch.nn.Linear(2, 2)

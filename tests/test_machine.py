@@ -29,7 +29,7 @@ EVIDENCE = [f"layers.{i}.weight (param) on cpu" for i in range(12)]
 
 
 def machine(state: Placement) -> PlacementMachine:
-    return PlacementMachine(Component.MODEL, state, evidence=lambda: EVIDENCE)
+    return PlacementMachine(Component.PARAMS, state, evidence=lambda: EVIDENCE)
 
 
 def name(pair: tuple[Placement, Trigger]) -> str:
@@ -76,7 +76,7 @@ def test_an_illegal_trigger_is_refused_with_every_part_of_the_table_row(
     error = caught.value
     assert m.state is state
     assert error.asked == f"{trigger.value}()"
-    assert error.state == f"the model is in {state.value}"
+    assert error.state == f"the record has the params in {state.value}"
     assert error.why == row.why
     assert error.instead == row.instead
     assert error.tensors == tuple(EVIDENCE)

@@ -144,7 +144,7 @@ def save_in_another_state() -> str:
 
 def test_one_rank_in_another_state_is_named_on_every_rank(local_ranks: Ranks) -> None:
     for text in local_ranks.run(save_in_another_state):
-        assert "model is gpu on rank" in text
+        assert "params is gpu on rank" in text
         assert f"but cpu_manual on rank {ODD}" in text
 
 

@@ -38,7 +38,7 @@ from placement import (
 from placement.owners import _KINDS as KINDS
 from placement.owners import register
 from placement.owners.plain import PlainModule
-from placement.states import Operation
+from placement.states import MODEL, Operation
 from placement.testing import Ranks
 
 
@@ -96,11 +96,9 @@ def fsdp1_whole_lifecycle(use_orig_params: bool, strategy: ShardingStrategy) -> 
             for event in list(trace)[known:]
             if event.kind.value == "trigger"
         ] == [
-            ("model", "onload", "cpu_manual", "gpu"),
-            ("optimizer", "onload", "cpu_manual", "gpu"),
-            ("model", "save", "gpu", "gpu"),
-            ("model", "offload", "gpu", "cpu_manual"),
-            ("optimizer", "offload", "gpu", "cpu_manual"),
+            *((c.value, "onload", "cpu_manual", "gpu") for c in Component),
+            ("params", "save", "gpu", "gpu"),
+            *((c.value, "offload", "gpu", "cpu_manual") for c in Component),
         ]
         assert settled(manager) == found
     manager.onload()
@@ -145,7 +143,7 @@ class Foreign(nn.Linear):
 
 class ForeignOwner(PlainModule):
     name = "somebody else's"
-    stages = {Operation.EXPORT: frozenset({Component.MODEL})}  # noqa: RUF012
+    stages = {Operation.EXPORT: MODEL}  # noqa: RUF012
 
     @classmethod
     def recognise(cls, module: nn.Module) -> ForeignOwner | None:  # type: ignore[override]

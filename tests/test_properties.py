@@ -56,7 +56,7 @@ from placement import (
 )
 
 GPU, CPU, MANAGED = Placement.GPU, Placement.CPU_MANUAL, Placement.CPU_FSDP2_MANAGED
-MODEL, OPTIMIZER = Component.MODEL, Component.OPTIMIZER
+PARAMS, GRADS, BUFFERS, OPTIMIZER = Component
 
 EXAMPLES = 1000
 STEPS = 10
@@ -151,18 +151,18 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] 
 # The rules, as documented.
 
 NEEDS: dict[str, set[Component]] = {
-    "train": {MODEL, OPTIMIZER},
-    "evaluate": {MODEL},
+    "train": {PARAMS, GRADS, BUFFERS, OPTIMIZER},
+    "evaluate": {PARAMS, BUFFERS},
     "save": set(),
     "load": set(),
     "export": set(),
 }
 HELD = {
-    "train": {MODEL, OPTIMIZER},
-    "evaluate": {MODEL},
-    "save": {MODEL, OPTIMIZER},
-    "load": {MODEL, OPTIMIZER},
-    "export": {MODEL},
+    "train": set(Component),
+    "evaluate": {PARAMS, BUFFERS},
+    "save": set(Component),
+    "load": set(Component),
+    "export": {PARAMS, BUFFERS},
 }
 NOT_INSIDE = {
     "train": {"save", "load", "export"},
@@ -228,7 +228,7 @@ class History:
             verify=verify,
             trace=self.trace,
         )
-        components = [MODEL, OPTIMIZER] if make else [MODEL]
+        components = [c for c in Component if make or c is not OPTIMIZER]
         found = MANAGED if self.managed else GPU if sharded else CPU
         self.adopted = dict.fromkeys(components, found)
         self.at = dict.fromkeys(components, found if self.managed else rest or found)
@@ -256,7 +256,9 @@ class History:
             steps += [self.train_step] * 10 + [self.break_off_a_forward_pass]
         if self.is_open("export"):
             steps += [self.take_the_next_weight] * 3
-        else:  # module.to() gives the module other buffers than those that an export has begun on
+        elif len({self.at[c] for c in (PARAMS, GRADS, BUFFERS) if c not in self.empty()}) == 1:
+            # module.to() moves them all, and gives the module other buffers than those that an
+            # export has begun on.
             steps += [self.move_past_the_manager]
         return steps
 
@@ -287,9 +289,19 @@ class History:
     def moves(self, wanted: dict[Component, Placement]) -> dict[Component, Placement]:
         """What changes its placement if ``wanted`` is brought about."""
         moving = {c: dest for c, dest in wanted.items() if self.at[c] is not dest}
-        if MODEL in moving and OPTIMIZER in self.at and not self.has_state:
-            moving[OPTIMIZER] = moving[MODEL]  # without state it has its parameters' placement
+        if PARAMS in moving:
+            moving |= dict.fromkeys(self.empty() & self.at.keys(), moving[PARAMS])
         return moving
+
+    def empty(self) -> set[Component]:
+        """The components without tensors, which go where the parameters go."""
+        tensors: dict[Component, bool] = {
+            PARAMS: True,
+            GRADS: any(p.grad is not None for p in self.twin.parameters()),
+            BUFFERS: any(True for _ in self.twin.buffers()),
+            OPTIMIZER: self.has_state,
+        }
+        return {component for component, has_some in tensors.items() if not has_some}
 
     def refused(self, operation: str) -> bool:
         return any(context.operation in NOT_INSIDE[operation] for context in self.open)
@@ -337,11 +349,13 @@ class History:
         onload = self.draw(st.booleans(), label="onload")
         failure = self.draw(FAILURES, label="failure")
         dest = GPU if onload else CPU
-        wanted = {c: dest for c, placement in self.at.items() if placement is not dest}
+        include = self.draw(st.none() | st.sets(st.sampled_from(list(self.at))), label="include")
+        wanted = {c: dest for c in self.at if include is None or c in include}
+        wanted = {c: dest for c in wanted if self.at[c] is not dest}
         held = {c for context in self.open for c in HELD[context.operation]}
         move = self.manager.onload if onload else self.manager.offload
-        error, fired = self.attempt(move, failure)
-        if self.managed:
+        error, fired = self.attempt(lambda: move(include=include), failure)
+        if self.managed and wanted:
             assert isinstance(error, IllegalTransition)
         elif held & wanted.keys():
             assert isinstance(error, PlacementHeld)
@@ -430,8 +444,7 @@ class History:
             assert self.at == self.home
 
     def placements(self) -> dict[Component, Placement]:
-        found = {MODEL: self.manager.placement, OPTIMIZER: self.manager.optimizer_placement}
-        return {c: placement for c, placement in found.items() if placement is not None}
+        return self.manager.placements
 
     # What is done in them.
 
@@ -512,8 +525,8 @@ class History:
             self.manager.detach()
 
     def move_past_the_manager(self) -> None:
-        home = torch.device("cpu") if self.at[MODEL] is CPU else self.device
-        other = self.device if self.at[MODEL] is CPU else torch.device("cpu")
+        home = torch.device("cpu") if self.at[PARAMS] is CPU else self.device
+        other = self.device if self.at[PARAMS] is CPU else torch.device("cpu")
         if self.managed:
             for device in (self.device, torch.device("cpu")):
                 with pytest.raises(IllegalTransition):
@@ -525,9 +538,9 @@ class History:
         if self.adopts and not self.open:
             with self.manager.evaluating():
                 pass
-            self.at[MODEL] = GPU if other == self.device else CPU
-            if not self.has_state and OPTIMIZER in self.at:
-                self.at[OPTIMIZER] = self.at[MODEL]
+            # module.to() took the gradients and buffers along; the optimizer's state stayed.
+            gone = {PARAMS, GRADS, BUFFERS} | (self.empty() & self.at.keys())
+            self.at |= dict.fromkeys(gone, GPU if other == self.device else CPU)
         else:
             if not self.refused("evaluate"):
                 with pytest.raises(PlacementDrift):
@@ -542,9 +555,12 @@ class History:
     def the_tensors_are_where_the_placements_say(self) -> None:
         census = self.manager.verify()
         if not self.managed:  # FSDP2's policy leaves gathered parameters behind for a while
-            expected = self.device.type if self.at[MODEL] is GPU else "cpu"
-            for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                assert tensor.device.type == expected
+            for component, tensors in (
+                (PARAMS, self.module.parameters()),
+                (BUFFERS, self.module.buffers()),
+            ):
+                expected = self.device.type if self.at[component] is GPU else "cpu"
+                assert all(tensor.device.type == expected for tensor in tensors)
         for site in census.sites:
             if not site.holding.host_scalar:
                 placement = self.at[site.kind.component]

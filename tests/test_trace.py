@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from models import normed, normed_batch, normed_engine
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from engine import Offload
@@ -26,7 +27,7 @@ COPYING = (EventKind.ISSUED, EventKind.LANDED)
 def record(trace: Trace, name: str = "onload") -> None:
     trace.record(
         module="M#0",
-        component="model",
+        component="params",
         kind=EventKind.TRIGGER,
         name=name,
         source="cpu_manual",
@@ -46,21 +47,25 @@ def test_a_step_of_a_manually_offloaded_engine_reads_as_what_happened(
     assert copies == [
         (kind, component)
         for _ in ("onload", "offload")
-        for component in ("model", "optimizer")
+        for component in ("params", "buffers", "optimizer")
         for kind in ("issued", "landed")
     ]
-    events = [event for event in events if event.kind not in COPYING]
+    (grads, _) = [event for event in events if event.component == "grads"]
+    assert not grads.moved, "there are none: they went along"
+    events = [e for e in events if e.kind not in COPYING and e.component != "grads"]
     assert [(e.kind.value, e.component, e.name, e.source, e.dest) for e in events] == [
         ("enter", None, "train", "cpu_manual", "cpu_manual"),
-        ("trigger", "model", "onload", "cpu_manual", "gpu"),
+        ("trigger", "params", "onload", "cpu_manual", "gpu"),
+        ("trigger", "buffers", "onload", "cpu_manual", "gpu"),
         ("trigger", "optimizer", "onload", "cpu_manual", "gpu"),
-        ("trigger", "model", "offload", "gpu", "cpu_manual"),
+        ("trigger", "params", "offload", "gpu", "cpu_manual"),
+        ("trigger", "buffers", "offload", "gpu", "cpu_manual"),
         ("trigger", "optimizer", "offload", "gpu", "cpu_manual"),
         ("operation", None, "train", "cpu_manual", "cpu_manual"),
     ]
     census = engine.manager.census().bytes_by_device()["cpu"]
     scalars = 4 * 5  # AdamW's step counters, which rest on the host
-    assert events[1].bytes_to_device + events[2].bytes_to_device == census - scalars
+    assert sum(event.bytes_to_device for event in events[1:4]) == census - scalars
     assert {event.lease for event in events} == {events[0].lease}
     assert {event.phase for event in events[:3]} == {"train"}
     here = engine.train_batch.__func__.__code__.co_filename
@@ -75,14 +80,15 @@ def test_a_refusal_is_recorded_with_its_reason_and_call_site(one_rank: str, trac
     (event,) = trace
     assert event.kind is EventKind.REFUSAL
     assert event.name == "offload"
-    assert event.detail == "IllegalTransition: offload() refused: the model is in cpu_fsdp2_managed"
+    said = "the record has the params in cpu_fsdp2_managed"
+    assert event.detail == f"IllegalTransition: offload() refused: {said}"
     assert event.call_site.startswith(__file__)
 
 
 def test_memory_is_recorded_where_something_moved(one_rank: str, trace: Trace) -> None:
     manager = PlacementManager(normed().to(one_rank), trace=trace)
     manager.offload()
-    (event,) = trace.moves()
+    event, *_ = trace.moves()
     assert event.device_bytes is not None
     assert event.host_bytes is not None
     before, after = event.device_bytes
@@ -137,8 +143,8 @@ def test_events_go_to_the_logging_tree_where_it_is_asked(
 
 
 def test_a_refusal_tells_the_last_moves_of_its_module(one_rank: str, trace: Trace) -> None:
-    other = PlacementManager(normed().to(one_rank))
-    manager = PlacementManager(normed())
+    other = PlacementManager(nn.Linear(2, 2).to(one_rank))
+    manager = PlacementManager(nn.Linear(2, 2))
     for _ in range(2):
         manager.onload()
         manager.offload()
@@ -147,10 +153,10 @@ def test_a_refusal_tells_the_last_moves_of_its_module(one_rank: str, trace: Trac
     with pytest.raises(PlacementDrift) as caught:
         manager.verify()
     error = caught.value
-    assert {event.module for event in error.events} == {"Normed#" + error.events[0].module[7:]}
+    assert {event.module for event in error.events} == {"Linear#" + error.events[0].module[7:]}
     lately = str(error).splitlines()[-3:]
-    assert "model onload cpu_manual → gpu at" in lately[0]
-    assert "model offload gpu → cpu_manual at" in lately[1]
+    assert "params onload cpu_manual → gpu at" in lately[0]
+    assert "params offload gpu → cpu_manual at" in lately[1]
     assert "to() in cpu_manual, past the manager at" in lately[2]
     assert __file__ in lately[2]
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -37,7 +37,7 @@ _RESOLUTION = 3000
 _BAND = 0.3
 """Height of one band in inches."""
 
-_MODEL = Component.MODEL.value
+_PARAMS = Component.PARAMS.value
 
 
 def figure(width: float, height: float) -> tuple[Any, Any]:
@@ -144,10 +144,10 @@ class _Drawn:
         rows, moment = self.rows[key], event.wall - self.start
         self.end = max(self.end, moment)
         if event.kind is EventKind.ENTER:
-            rows[_MODEL].found(moment, event.source)
+            rows[_PARAMS].found(moment, event.source)
             self.open[key][event.lease] = moment, event.name
         elif event.kind is EventKind.OPERATION:
-            rows[_MODEL].found(moment, event.dest)
+            rows[_PARAMS].found(moment, event.dest)
             begin, name = self.open[key].pop(event.lease, (moment - event.seconds, event.name))
             if not self.open[key]:  # inner contexts are part of the outermost one
                 rows[""].spans.append((begin, moment, name))
@@ -218,7 +218,7 @@ def _draw_rows(axes: Any, drawn: _Drawn) -> None:
     for (process, module), rows in sorted(drawn.rows.items(), key=_by_rank_and_module):
         if labels:
             axes.axhline(len(labels) - 0.5, color="0.75", lw=0.8)
-        for component in sorted(rows):
+        for component in sorted(rows, key=_in_their_order):
             row, y = rows[component], len(labels)
             if component:
                 spans = _until_next(row.spans, drawn.end)
@@ -233,6 +233,12 @@ def _draw_rows(axes: Any, drawn: _Drawn) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=9)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
+
+
+def _in_their_order(component: str) -> int:
+    """The contexts first, then the components as the table has them."""
+    known = ["", *(component.value for component in Component)]
+    return known.index(component) if component in known else len(known)
 
 
 def _by_rank_and_module(item: tuple[_Key, object]) -> tuple[int, str, str]:

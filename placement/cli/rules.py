@@ -227,9 +227,9 @@ class Continuity(Rule):
             if event.component is not None:
                 self._found(entry, event.component, event.source)
         elif event.kind is EventKind.ENTER:
-            self._found(entry, Component.MODEL.value, event.source)
+            self._found(entry, Component.PARAMS.value, event.source)
         elif event.kind is EventKind.OPERATION:
-            self._found(entry, Component.MODEL.value, event.dest)
+            self._found(entry, Component.PARAMS.value, event.dest)
 
     def _found(self, entry: Entry, component: str, placement: str) -> None:
         left = self._left.get(component)
@@ -348,16 +348,16 @@ class FoundIsRestored(Rule):
                     lease.found[event.component] = event.source
             self._now[event.component] = event.dest
         elif event.kind is EventKind.ENTER:
-            self._now[Component.MODEL.value] = event.source
+            self._now[Component.PARAMS.value] = event.source
             self._open.append(_Lease(event.lease, dict(self._now)))
         elif event.kind is EventKind.OPERATION:
-            self._now[Component.MODEL.value] = event.dest
+            self._now[Component.PARAMS.value] = event.dest
             self._left(entry)
 
     def _left(self, entry: Entry) -> None:
         event = entry.event
         numbers = [lease.number for lease in self._open]
-        found = {Component.MODEL.value: event.source}
+        found = {Component.PARAMS.value: event.source}
         if event.lease in numbers:
             index = numbers.index(event.lease)
             found = self._open.pop(index).found

@@ -17,7 +17,7 @@ from torch import nn
 
 from placement.errors import OwnershipUnclear
 from placement.owners.base import Owner, module_holdings, refuse_while_busy
-from placement.states import Component, Operation
+from placement.states import MODEL, Component, Operation
 from placement.tensors import Holding, Kind
 from placement.torch_private import FlatHandle, flat_handles
 
@@ -29,7 +29,7 @@ class FSDP1Module(Owner):
     stages = {  # noqa: RUF012  (declared a ClassVar by Owner)
         Operation.SAVE: frozenset(Component),
         Operation.LOAD: frozenset(Component),
-        Operation.EXPORT: frozenset({Component.MODEL}),
+        Operation.EXPORT: MODEL,
     }
 
     def __init__(self, module: nn.Module, handles: list[FlatHandle]) -> None:

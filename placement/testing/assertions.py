@@ -44,8 +44,8 @@ def assert_placement(
         strays = residence.strays(census.of(component), placement)
         if strays:
             raise AssertionError(
-                f"expected the {component.value} in {placement.value}, but {len(strays)} of its "
-                "tensors are not:\n" + _listed(str(site) for site in strays)
+                f"expected the {component.value} in {placement.value}, but {len(strays)} tensors "
+                "are not:\n" + _listed(str(site) for site in strays)
             )
 
 
@@ -76,8 +76,9 @@ def assert_trace(events: Trace | Sequence[Event], expected: Sequence[str]) -> No
 
     Args:
         events: a trace, or some of its events.
-        expected: one line an event: ``model onload cpu_manual->gpu`` for a transition,
-            ``train`` for an operation, ``refused onload`` for a refusal, ``foreign to()`` for a
+        expected: one line an event: ``params onload cpu_manual->gpu`` for a transition in which
+            tensors moved, ``params save gpu->gpu`` for one that moves none, ``train`` for an
+            operation, ``refused onload`` for a refusal, ``foreign to()`` for a
             move past the manager, ``move load`` for one that put tensors right. Contexts that were
             entered are not listed: their operation is.
 
@@ -227,12 +228,21 @@ def _census(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Censu
     return take_census(holdings_of(owner_of(module), optimizer))
 
 
+def _transition(event: Event) -> str:
+    return f"{event.component} {event.name} {event.source}->{event.dest}"
+
+
+def _without_tensors(event: Event) -> bool:
+    """Whether a component that has no tensors went where another one went."""
+    return event.outcome is Outcome.OK and event.source != event.dest and not event.moved
+
+
 _LINES: dict[EventKind, Callable[[Event], str | None]] = {
     EventKind.ENTER: lambda event: None,
     EventKind.ISSUED: lambda event: None,
     EventKind.LANDED: lambda event: None,
     EventKind.OPERATION: lambda event: event.name,
-    EventKind.TRIGGER: lambda event: f"{event.component} {event.name} {event.source}->{event.dest}",
+    EventKind.TRIGGER: lambda event: None if _without_tensors(event) else _transition(event),
     EventKind.MOVE: lambda event: f"move {event.name}",
     EventKind.FOREIGN: lambda event: f"foreign {event.name}",
     EventKind.ADOPTION: lambda event: f"adopted {event.component} {event.source}->{event.dest}",

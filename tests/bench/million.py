@@ -20,7 +20,7 @@ def write_trace(directory: Path) -> Path:
     trace = Trace()
     trace.record(
         module="FSDPModel#0",
-        component="model",
+        component="params",
         kind=EventKind.TRIGGER,
         name="onload",
         source="cpu_manual",

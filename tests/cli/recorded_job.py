@@ -13,7 +13,7 @@ from placement.states import TABLE, Component, Legal, Mode, Operation, Placement
 from placement.trace import EventKind, Outcome, Trace
 
 GPU, MANUAL, MANAGED = Placement
-MODEL, OPTIMIZER = Component
+PARAMS, OPTIMIZER = Component.PARAMS, Component.OPTIMIZER
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Recorder:
         trigger: Trigger,
         source: Placement,
         dest: Placement | None = None,
-        component: Component = MODEL,
+        component: Component = PARAMS,
         at: str = "engine/worker.py:1",
         **more: Any,
     ) -> None:

@@ -43,7 +43,7 @@ def wrong_destination(rank: Recorder) -> str:
 
 
 def unknown_trigger(rank: Recorder) -> str:
-    rank.event(EventKind.TRIGGER, "teleport", "gpu", "gpu", component="model", call_site=PLANTED)
+    rank.event(EventKind.TRIGGER, "teleport", "gpu", "gpu", component="params", call_site=PLANTED)
     return rules.LegalTriggers.title
 
 
@@ -61,7 +61,7 @@ def entered_elsewhere(rank: Recorder) -> str:
 
 
 def read_before_landing(rank: Recorder) -> str:
-    rank.event(EventKind.ISSUED, "offload", "gpu", "gpu", component="model")
+    rank.event(EventKind.ISSUED, "offload", "gpu", "gpu", component="params")
     rank.fire(Trigger.OFFLOAD, GPU, at=PLANTED)
     return rules.NothingBeforeLanding.title
 
@@ -252,7 +252,7 @@ def test_foreign_move_that_was_adopted(job: Job, placement: Callable) -> None:
     rank = job.rank(0)
     rank.train()
     rank.event(EventKind.FOREIGN, "cuda()", "cpu_manual", "cpu_manual", call_site=PLANTED)
-    for component in ("model", "optimizer"):
+    for component in ("params", "optimizer"):
         rank.event(EventKind.ADOPTION, "adopt", "cpu_manual", "gpu", component=component)
     rank.fire(Trigger.OFFLOAD, GPU)
     rank.fire(Trigger.OFFLOAD, GPU, component=OPTIMIZER)
@@ -265,7 +265,7 @@ def test_torn_module_that_was_recovered(job: Job, placement: Callable) -> None:
     rank = job.rank(0)
     rank.fire(Trigger.OFFLOAD, GPU, GPU, **FAILED)
     rank.refuse("offload", GPU, "TornPlacement: offload() refused: torn", PLANTED)
-    rank.event(EventKind.MOVE, "recover", "gpu", "gpu", component="model")
+    rank.event(EventKind.MOVE, "recover", "gpu", "gpu", component="params")
     rank.fire(Trigger.OFFLOAD, GPU)
     result = placement("check", job.write())
     assert result.exit_code == 0, result.output

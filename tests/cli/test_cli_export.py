@@ -86,7 +86,7 @@ def test_every_process_and_component_has_a_track(exported: Exported) -> None:
     assert {(row["process"], row["track"]) for row in exported.slices} == {
         (f"rank {number}", f"Actor#0 {track}")
         for number in (0, 1)
-        for track in ("contexts", "model", "optimizer")
+        for track in ("contexts", "params", "optimizer")
     } | {("rank 1", "Nested#1 contexts"), ("rank 1", "Nested#1 contexts (2)")}
 
 

@@ -49,7 +49,7 @@ def test_picture_names_what_it_shows(
     for name in (
         "rank 0  Actor#0",
         "rank 1  Critic#1",
-        "model",
+        "params",
         "optimizer",
         GPU.value,
         MANUAL.value,

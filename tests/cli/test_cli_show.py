@@ -42,7 +42,7 @@ def test_a_row_tells_all_of_an_event(directory: Path, placement: Callable) -> No
     for cell in (
         "rank 0",
         "Actor#0",
-        "model",
+        "params",
         "trigger onload",
         "cpu_manual → gpu",
         "4.1 kB",
@@ -66,7 +66,7 @@ def test_columns_are_aligned(directory: Path, placement: Callable) -> None:
     ("filters", "count"),
     [
         (["--component", "optimizer"], 4),
-        (["--component", "optimizer", "--component", "model"], 8),
+        (["--component", "optimizer", "--component", "params"], 8),
         (["--rank", 1], 9),
         (["--phase", "save"], 2),
         (["--outcome", "refused"], 1),

@@ -93,7 +93,7 @@ def the_resting_place_is_reached_at_once(patch: Patch) -> None:
 
 @guard
 def training_brings_the_optimizer(patch: Patch) -> None:
-    patch.setitem(COMPUTES_WITH, Operation.TRAIN, frozenset({Component.MODEL}))  # type: ignore[arg-type]
+    patch.setitem(COMPUTES_WITH, Operation.TRAIN, frozenset({Component.PARAMS}))  # type: ignore[arg-type]
 
 
 @guard
@@ -181,7 +181,7 @@ def exported_weights_are_owned(patch: Patch) -> None:
 def moving_what_is_there_is_no_move(patch: Patch) -> None:
     def strict(self: PlacementManager, trigger: Trigger, dest: Placement) -> None:
         self._mover.bring(dict.fromkeys(self._record.machines, dest), trigger.value)
-        self._mover.fire(Component.MODEL, trigger)
+        self._mover.fire(Component.PARAMS, trigger)
 
     patch.setattr(PlacementManager, "_move_by_hand", strict)
 

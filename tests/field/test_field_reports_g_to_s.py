@@ -273,7 +273,10 @@ def test_an_export_of_flat_parameters_is_one_onload_and_one_offload(
     manager = PlacementManager(module, rest=Placement.CPU_MANUAL, trace=trace)
     before = len(trace.moves())
     assert len(list(manager.export())) > 2
-    assert [event.name for event in trace.moves()[before:]] == ["onload", "offload"]
+    moves = [(event.component, event.name) for event in trace.moves()[before:]]
+    assert moves == [
+        (component, name) for name in ("onload", "offload") for component in ("params", "buffers")
+    ]
 
 
 # Snapshots.
@@ -339,7 +342,7 @@ def some_have_not_moved() -> None:
         manager.offload()
     with pytest.raises(RanksDisagree) as raised, manager.exporting():
         pass
-    assert raised.value.said == {"model": {"cpu_manual": [0], "gpu": [1]}}
+    assert raised.value.said["params"] == {"cpu_manual": [0], "gpu": [1]}
 
 
 @field_report("J03", guard="ranks meet before a collective operation")
@@ -402,11 +405,11 @@ def test_a_reference_model_that_fits_is_not_offloaded_because_the_actor_is(
 
 @field_report("N04", guard="a trigger out of order is refused")
 def test_a_second_pause_and_a_resume_without_a_pause_are_refused_alike(one_rank: str) -> None:
-    asleep = PlacementMachine(Component.MODEL, Placement.CPU_MANUAL)
+    asleep = PlacementMachine(Component.PARAMS, Placement.CPU_MANUAL)
     awake = PlacementMachine(Component.OPTIMIZER, Placement.GPU)
-    with pytest.raises(IllegalTransition, match=r"offload\(\) refused: the model is in cpu_manual"):
+    with pytest.raises(IllegalTransition, match=r"offload\(\) refused: .* params in cpu_manual"):
         asleep.fire(Trigger.OFFLOAD)
-    with pytest.raises(IllegalTransition, match=r"onload\(\) refused: the optimizer is in gpu"):
+    with pytest.raises(IllegalTransition, match=r"onload\(\) refused: .* optimizer in gpu"):
         awake.fire(Trigger.ONLOAD)
 
 
@@ -426,11 +429,16 @@ def test_each_epoch_of_two_models_makes_the_same_transitions(one_rank: str, trac
             train(module, optimizer, actor.device)
         return [(event.component, event.name, event.phase) for event in trace.moves()[before:]]
 
-    there_and_back = [("model", name, "evaluate") for name in ("onload", "offload")] + [
+    there_and_back = [
+        (component, name, "evaluate")
+        for name in ("onload", "offload")
+        for component in ("params", "buffers")
+    ] + [
         (component, name, "train")
         for name in ("onload", "offload")
-        for component in ("model", "optimizer")
+        for component in ("params", "buffers", "optimizer")
     ]
+    epoch()  # makes the optimizer's state
     assert [epoch(), epoch()] == [there_and_back, there_and_back]
 
 
@@ -445,10 +453,11 @@ def test_steps_inside_one_context_pay_for_one_onload_and_one_offload(
             engine.train_batch(normed_batch(number))
     paid = trace.moves()[before:]
     assert [(event.component, event.name) for event in paid] == [
-        ("model", "onload"),
-        ("optimizer", "onload"),
-        ("model", "offload"),
-        ("optimizer", "offload"),
+        ("params", "onload"),
+        ("buffers", "onload"),
+        ("params", "offload"),
+        ("buffers", "offload"),
+        ("optimizer", "offload"),  # made by the first of the steps
     ]
     assert all(event.seconds > 0 for event in paid if event.bytes_to_host or event.bytes_to_device)
 
