@@ -5,16 +5,41 @@ Nothing here is remembered between calls: ``load_state_dict`` installs new tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from placement.errors import ForeignOptimizer
 from placement.owners import Owner
-from placement.tensors import Holding, Kind
+from placement.tensors import Holding, Kind, tensors_in
 from placement.torch_private import scaler_tensors
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """``optimizer``, and the optimizers that it wraps: those in its attributes, also in a list, a
+    tuple or a mapping there, however deep. Each comes once.
+
+    A wrapper may step others and have no state of its own.
+    """
+    seen: set[int] = set()
+    waiting: list[object] = [optimizer]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.optim.Optimizer):
+            yield found
+            waiting += [value for name, value in vars(found).items() if name not in _NO_WRAPPED]
+        elif isinstance(found, Mapping):
+            waiting += found.values()
+        elif isinstance(found, (list, tuple)):
+            waiting += found
+
+
+_NO_WRAPPED = frozenset({"state", "param_groups"})
+"""Attributes of an optimizer that hold no other, and may be large."""
 
 
 def require_own_parameters(
@@ -28,8 +53,10 @@ def require_own_parameters(
     """
     own = {id(parameter) for parameter in parameters.values()}
     foreign = [
-        f"group {g}, parameter {i}: {tuple(parameter.shape)} on {parameter.device}"
-        for g, group in enumerate(optimizer.param_groups)
+        f"{type(one).__name__}, group {g}, parameter {i}: {tuple(parameter.shape)} on "
+        f"{parameter.device}"
+        for one in optimizers_in(optimizer)
+        for g, group in enumerate(one.param_groups)
         for i, parameter in enumerate(group["params"])
         if id(parameter) not in own
     ]
@@ -52,11 +79,27 @@ def holdings_of(
     """Everything that a module, its optimizer and its gradient scaler hold."""
     yield from owner.holdings()
     if optimizer is not None:
-        yield from _optimizer_holdings(optimizer, owner.parameters())
+        yield from _each_once(_state_of_all(optimizer, owner.parameters()))
     if scaler is not None:
         # Its tensors are used with the optimizer, and live with its state.
         for name, tensor in scaler_tensors(scaler).items():
             yield Holding("gradient scaler", Kind.OPTIMIZER, tensor, f"/{name}")
+
+
+def _state_of_all(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[Holding]:
+    for one in optimizers_in(optimizer):
+        yield from _optimizer_holdings(one, parameters)
+
+
+def _each_once(holdings: Iterable[Holding]) -> Iterator[Holding]:
+    """A wrapper may list the state of what it wraps as its own."""
+    seen: set[int] = set()
+    for holding in holdings:
+        if id(holding.tensor) not in seen:
+            seen.add(id(holding.tensor))
+            yield holding
 
 
 def _optimizer_holdings(
@@ -73,19 +116,8 @@ def _optimizer_holdings(
     # The state is asked, not the groups: wrappers may have state without groups of their own.
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "(no parameter of the module)")
-        for path, tensor in _tensors_in(state):
+        for path, tensor in tensors_in(state):
             # torch.optim.Optimizer._process_value_according_to_param_policy: the step counter
             # follows its parameter only where the step runs on the device, the rest always.
             on_host = tensor.ndim == 0 and id(parameter) not in steps_on_device
             yield Holding(name, Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
-
-
-def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors_in(inner, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _tensors_in(inner, f"{path}/{index}")

@@ -9,7 +9,7 @@ DTensor, a quantized weight) has no bytes of its own: it has *parts* that have.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,18 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts(value)
     else:
         yield tensor
+
+
+def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested mappings, lists and tuples, each with its path (``/exp_avg/0``)."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_in(inner, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from tensors_in(inner, f"{path}/{index}")
 
 
 def has_storage(part: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from models import Whereabouts, assert_equal, normed, normed_batch, normed_loss, values, whereabouts
 from torch import nn
 
-from placement import Component, Placement, PlacementManager, ScatteredModule
+from placement import Component, ForeignOptimizer, Placement, PlacementManager, ScatteredModule
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -131,3 +131,15 @@ def test_an_optimizer_without_state_follows_its_parameters(one_rank: str) -> Non
     with manager.evaluating():
         assert manager.optimizer_placement is Placement.GPU
     assert manager.optimizer_placement is Placement.CPU_MANUAL
+
+
+def test_a_wrapped_optimizer_over_foreign_parameters_is_refused(one_rank: str) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module.parameters(), {})
+            copies = [p.detach().clone().requires_grad_() for p in module.parameters()]
+            self.by_name = {"masters": [torch.optim.SGD(copies, lr=0.1)]}
+
+    module = normed().to(one_rank)
+    with pytest.raises(ForeignOptimizer, match="SGD, group 0, parameter 0"):
+        PlacementManager(module, Wrapper(module))

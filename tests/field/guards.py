@@ -116,7 +116,7 @@ def nested_optimizer_state_is_found(patch: Patch) -> None:
     def flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"/{k}", v) for k, v in value.items() if isinstance(v, torch.Tensor))
 
-    patch.setattr(optimizer, "_tensors_in", flat)
+    patch.setattr(optimizer, "tensors_in", flat)
 
 
 @guard

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import placement.manager
-from placement import Component, export, record, transfer
+from placement import Component, export, optimizer, record, transfer
 from placement.mover import Mover
 from placement.owners import fsdp2
 from placement.owners.fsdp1 import FSDP1Module
@@ -75,11 +75,11 @@ def tensors_keep_their_identity(patch: Patch) -> None:
     commit = Mover._commit
 
     def replace(self: Mover, transfer: Any, component: Component, *args: Any) -> None:
-        part, optimizer = transfer._parts[component], self._record.optimizer
-        if component is Component.OPTIMIZER and optimizer is not None:
+        part, held = transfer._parts[component], self._record.optimizer
+        if component is Component.OPTIMIZER and held is not None:
             twins = {id(swap.tensor): swap.twin for swap in part.swaps}
             part.swaps = []
-            for entries in optimizer.state.values():
+            for entries in held.state.values():
                 entries.update({k: twins.get(id(value), value) for k, value in entries.items()})
         commit(self, transfer, component, *args)
 
@@ -147,3 +147,8 @@ def tensors_are_read_anew_for_each_move(patch: Patch) -> None:
         return first
 
     patch.setattr(PlainModule, "parameters", remembered)
+
+
+@guard
+def state_is_looked_for_in_wrapped_optimizers(patch: Patch) -> None:
+    patch.setattr(optimizer, "optimizers_in", lambda wrapper: iter([wrapper]))

@@ -41,6 +41,7 @@ from placement import (
     Placement,
     PlacementDrift,
     PlacementManager,
+    Trace,
     find_compute_device,
 )
 
@@ -225,25 +226,59 @@ def test_a_resume_into_a_fresh_offloaded_optimizer_needs_no_memory_of_the_device
 
 
 class Hybrid(torch.optim.Optimizer):
-    """Optimizers for some parameters each, whose state is found under its own name, too."""
+    """Optimizers for some parameters each.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the module.
+        lists_state: whether their state is found under its own name, too.
+    """
+
+    def __init__(self, module: nn.Module, *, lists_state: bool) -> None:
         super().__init__(module.parameters(), {})
         weights = [p for p in module.parameters() if p.ndim > 1]
         rest = [p for p in module.parameters() if p.ndim == 1]
         self.inner = [torch.optim.AdamW(weights), torch.optim.SGD(rest, momentum=0.9)]
+        self.lists_state = lists_state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for inner in self.inner:
             inner.step()
-            for parameter, entries in inner.state.items():
+            for parameter, entries in inner.state.items() if self.lists_state else ():
                 self.state[parameter] = dict(entries)
+
+
+@field_report("C08", guard="state is looked for in wrapped optimizers")
+def test_state_that_only_inner_optimizers_have_moves_as_any_other(
+    one_rank: str, trace: Trace
+) -> None:
+    module = normed().to(one_rank)
+    optimizer = Hybrid(module, lists_state=False)
+    backward(module)
+    optimizer.step()
+    assert not optimizer.state
+    manager = PlacementManager(module, optimizer, trace=trace)
+    moments = [
+        value
+        for inner in optimizer.inner
+        for entries in inner.state.values()
+        for value in entries.values()
+        if value.ndim
+    ]
+    before = values(manager.census())
+    assert {"optimizer first.weight/exp_avg", "optimizer second.bias/momentum_buffer"} < set(before)
+    manager.offload()
+    assert devices(moments) == {"cpu"}
+    assert_equal(values(manager.census()), before)
+    manager.onload()
+    assert devices(moments) == {f"{one_rank}:0"}
+    backward(module)
+    optimizer.step()
 
 
 @field_report("C08", guard="tensors keep their identity")
 def test_state_of_inner_optimizers_is_the_state_that_an_offload_moves(one_rank: str) -> None:
     module = normed().to(one_rank)
-    optimizer = Hybrid(module)
+    optimizer = Hybrid(module, lists_state=True)
     backward(module)
     optimizer.step()
     PlacementManager(module, optimizer).offload()
