@@ -140,6 +140,10 @@ class PlacementHeld(PlacementError):
     are. The error names the context and where it was entered."""
 
 
+class PutAway(PlacementError):
+    """The module or its optimizer was about to be computed with, and rests where it can't be."""
+
+
 class PlacementDrift(PlacementError):
     """The record and the tensors disagree: something moved them without the manager."""
 

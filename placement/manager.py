@@ -47,6 +47,7 @@ from placement.states import (
 )
 from placement.tensors import same_device
 from placement.trace import Trace, call_site, process_trace
+from placement.use import UseGuard
 from placement.watch import ForeignWatch
 
 _LOG = logging.getLogger("placement")
@@ -137,6 +138,7 @@ class PlacementManager:
                 why="two managers would move the same tensors and each find drift",
                 instead="use the manager that is there, or detach() it first",
             ) from None
+        self._use_guard = UseGuard(self._record, self._journal)
         self._verify_always = _verify(verify) == "always"
         self._adopt_on_drift = _one_of("on_drift", on_drift, ("raise", "adopt")) == "adopt"
         self._agreement = Agreement(deadline)
@@ -208,6 +210,7 @@ class PlacementManager:
         for component in Component:
             self._leases.refuse_move(component, "detach()")
         unwatch(self._watch)
+        self._use_guard.remove()
         self._detached = True
 
     def recover(self) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "set_module_apply",
     "shard_groups",
     "storage_address",
+    "takes_step_hooks",
     "view_base",
 ]
 
@@ -235,6 +236,12 @@ def make_reducer(wrapper: Any) -> None:
         wrapper.logger._set_static_graph()
     for hook, state in wrapper._comm_hooks:
         dist._register_comm_hook(wrapper.reducer, state, hook)
+
+
+def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` has hooks before its step. A wrapper that derives from ``Optimizer``
+    and never calls its constructor (accelerate's) has none."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from placement.leases import Lease, Leases
 from placement.owners import base, fsdp1, fsdp2, plain
 from placement.states import COMPUTES_WITH, Operation
 from placement.tensors import Holding, Kind
+from placement.testing import Ranks
 from placement.transfer import Transfer
 
 Patch = pytest.MonkeyPatch
@@ -47,6 +48,24 @@ def guard(take_away: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """What a guard does that is not there."""
+
+
+def in_ranks(ranks: Ranks, request: pytest.FixtureRequest, body: Callable[[], None]) -> None:
+    """Run ``body`` on all ranks: other processes, where the guard has to be taken away, too."""
+    marker = request.node.get_closest_marker("field_report")
+    taken = (
+        marker.kwargs["guard"]
+        if request.config.getoption("--without-guards", default=False)
+        else None
+    )
+    ranks.run(without, taken, body)
+
+
+def without(guard: str | None, body: Callable[[], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if guard is not None:
+            GUARDS[guard](patch)
+        body()
 
 
 @guard

@@ -18,6 +18,7 @@ from placement.mover import Mover
 from placement.owners import fsdp1, fsdp2
 from placement.residence import CPU, Residence
 from placement.states import COMPUTES_WITH
+from placement.use import UseGuard
 
 Patch = pytest.MonkeyPatch
 _EVERYTHING = frozenset(Component)
@@ -126,3 +127,9 @@ def the_device_is_kept_with_its_index(patch: Patch) -> None:
         return found if found is None or found == CPU else torch.device(found.type)
 
     patch.setattr(Mover, "_target", forgetful)
+
+
+@guard
+def computing_with_what_is_put_away_is_refused(patch: Patch) -> None:
+    patch.setattr(UseGuard, "before_forward", nothing)
+    patch.setattr(UseGuard, "before_step", nothing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import guards_g_to_s  # noqa: F401  (registers the guards)
 import pytest
 import torch
 import torch.distributed as dist
-from guards import GUARDS
+from guards import in_ranks
 from models import (
     adam,
     assert_equal,
@@ -39,6 +39,7 @@ from placement import (
     PlacementDrift,
     PlacementMachine,
     PlacementManager,
+    PutAway,
     RanksDisagree,
     Trace,
     Trigger,
@@ -66,24 +67,6 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.dev
     normed_loss(module, [x.to(device) for x in normed_batch()]).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def in_ranks(ranks: Ranks, request: pytest.FixtureRequest, body: Callable[[], None]) -> None:
-    """Run ``body`` on all ranks: other processes, where the guard has to be taken away, too."""
-    marker = request.node.get_closest_marker("field_report")
-    taken = (
-        marker.kwargs["guard"]
-        if request.config.getoption("--without-guards", default=False)
-        else None
-    )
-    ranks.run(without, taken, body)
-
-
-def without(guard: str | None, body: Callable[[], None]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if guard is not None:
-            GUARDS[guard](patch)
-        body()
 
 
 # Host memory.
@@ -460,6 +443,44 @@ def test_steps_inside_one_context_pay_for_one_onload_and_one_offload(
         ("optimizer", "offload"),  # made by the first of the steps
     ]
     assert all(event.seconds > 0 for event in paid if event.bytes_to_host or event.bytes_to_device)
+
+
+def says(error: PutAway) -> tuple[str, str, bool]:
+    return error.asked, error.state, "manager.training()" in error.instead
+
+
+@field_report("N06", guard="computing with what is put away is refused")
+def test_an_offloaded_policy_that_nobody_prepared_says_what_is_missing(one_rank: str) -> None:
+    module = sharded(normed())
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(module, optimizer)
+    train(module, optimizer, manager.device)
+    manager.offload()
+    with pytest.raises(PutAway) as forward:
+        train(module, optimizer, manager.device)
+    asleep = "the record has the params in cpu_manual, the buffers in cpu_manual"
+    assert says(forward.value) == ("a forward pass", asleep, True)
+    with manager.evaluating():
+        normed_loss(module, [x.to(manager.device) for x in normed_batch()]).backward()
+        with pytest.raises(PutAway) as update:
+            optimizer.step()
+    apart = "the record has the params in gpu, the grads in gpu, the optimizer in cpu_manual"
+    assert says(update.value) == ("optimizer.step()", apart, True)
+
+
+@field_report("K04", guard="computing with what is put away is refused")
+def test_a_reference_model_that_nobody_prepared_says_so(one_rank: str) -> None:
+    actor = PlacementManager(normed().to(one_rank))
+    reference = PlacementManager(normed())  # left where it was loaded
+    (x,) = normed_batch()
+    with actor.evaluating(), torch.no_grad():
+        actor.module(x.to(actor.device))
+        with pytest.raises(PutAway, match=r"manager\.evaluating\(\)") as refused:
+            reference.module(x.to(actor.device))
+        asleep = "the record has the params in cpu_manual, the buffers in cpu_manual"
+        assert refused.value.state == asleep
+        with reference.evaluating():
+            assert reference.module(x.to(actor.device)).device == actor.device
 
 
 # Compiled modules.
