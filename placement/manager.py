@@ -440,6 +440,8 @@ class PlacementManager:
                 yield mode
             if operation is Operation.LOAD:
                 self._put_right_what_was_loaded()
+            if not COMPUTES_WITH[operation]:
+                self._require_what_was_found(lease)
         except BaseException as error:
             failure = error
             self.owner.abandon()
@@ -494,6 +496,13 @@ class PlacementManager:
             return staged, Mode.STAGED
         return COMPUTES_WITH[operation], Mode.IN_PLACE
 
+    def _require_what_was_found(self, lease: Lease) -> None:
+        """A body that only reads or writes values must not have moved tensors past the manager. It
+        may have, and not by ``module.to``: a callback that moves what it saves, in place."""
+        asked = f"leaving {lease.operation.value}"
+        with self._journal.refusals(asked), self._lock:
+            self._record.check(asked)
+
     def _leave(self, lease: Lease) -> None:
         asked = f"leaving {lease.operation.value}"
         with self._journal.refusals(asked), self._lock:
@@ -544,13 +553,9 @@ class PlacementManager:
             self._mover.relocate(strays, "adopt")
 
     def _put_right_what_was_loaded(self) -> None:
-        """After a load every tensor is where the record says, whatever the file said.
-
-        Raises:
-            PlacementDrift: it is not, under a policy that allows nobody to move it.
-        """
+        """After a load every tensor is where the record says, whatever the file said; but under a
+        policy that allows nobody to move it, where that is drift."""
         if self.owner.managed is not None:
-            self._record.check("loading()")
             return
         census = self.census()
         for component, placement in self._record.placements().items():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import placement.manager
-from placement import Component, export, optimizer, record, transfer
+from placement import Component, PlacementManager, export, optimizer, record, transfer
 from placement.mover import Mover
 from placement.owners import fsdp2
 from placement.owners.fsdp1 import FSDP1Module
@@ -152,3 +152,13 @@ def tensors_are_read_anew_for_each_move(patch: Patch) -> None:
 @guard
 def state_is_looked_for_in_wrapped_optimizers(patch: Patch) -> None:
     patch.setattr(optimizer, "optimizers_in", lambda wrapper: iter([wrapper]))
+
+
+@guard
+def the_end_of_a_save_or_a_load_is_a_boundary(patch: Patch) -> None:
+    patch.setattr(PlacementManager, "_require_what_was_found", nothing)
+
+
+@guard
+def gradients_on_the_host_need_a_backend_for_it(patch: Patch) -> None:
+    patch.setattr(fsdp2.FSDP2Module, "require_collectives", nothing)

@@ -12,6 +12,7 @@ import guards_a_to_f  # noqa: F401  (registers the guards)
 import pytest
 import torch
 import torch.distributed as dist
+from guards import in_ranks
 from models import (
     adam,
     assert_equal,
@@ -31,12 +32,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from engine import Offload
 from placement import (
+    ContradictoryOptions,
     IllegalTransition,
     Placement,
     PlacementDrift,
@@ -44,6 +46,7 @@ from placement import (
     Trace,
     find_compute_device,
 )
+from placement.testing import Ranks
 
 field_report = pytest.mark.field_report
 
@@ -152,7 +155,7 @@ def test_a_trainer_that_moves_every_module_to_the_device_is_refused_a_managed_on
     backward(module)
 
 
-@field_report("A08", guard="a load ends where the record says")
+@field_report("A08", guard="the end of a save or a load is a boundary")
 def test_a_load_that_assigns_a_device_tensor_to_a_managed_module_is_refused_by_name(
     one_rank: str,
 ) -> None:
@@ -169,6 +172,36 @@ def test_a_load_that_assigns_a_device_tensor_to_a_managed_module_is_refused_by_n
 
 
 # What a failure leaves, and what a save needs.
+
+
+@field_report("B03", guard="the end of a save or a load is a boundary")
+def test_a_callback_that_moves_live_parameters_in_place_is_met_when_the_save_ends(
+    one_rank: str,
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module, verify="boundaries")
+
+    def save_callback() -> None:
+        for parameter in module.second.parameters():
+            parameter.data = parameter.data.cpu()
+
+    with pytest.raises(PlacementDrift, match=r"leaving save refused") as caught, manager.saving():
+        save_callback()
+    assert caught.value.tensors == ("second.weight (param) on cpu", "second.bias (param) on cpu")
+
+
+@field_report("B03", guard="exported weights are owned")
+def test_exported_weights_that_a_callback_moves_in_place_are_not_the_live_ones(
+    one_rank: str,
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    found, before = whereabouts(manager), values(manager.census())
+    for _, weight in manager.export():
+        weight.zero_()
+        weight.data = weight.data.cpu()
+    assert whereabouts(manager) == found
+    assert_equal(values(manager.census()), before)
 
 
 @field_report("B06", guard="everything is copied before anything is swapped")
@@ -501,6 +534,31 @@ def test_with_offload_every_loss_of_a_run_with_micro_batches_and_clipping_is_the
     untouched, *offloaded = losses
     for run in offloaded:
         assert run == pytest.approx(untouched, rel=1e-5)
+
+
+def clips_without_a_backend_for_the_host() -> None:
+    device = find_compute_device()
+    backend = dist.get_default_backend_for_device(device)
+    group = dist.new_group(backend=backend)
+    mesh = DeviceMesh.from_group(group, device.type)
+    module = fully_shard(normed(), mesh=mesh, offload_policy=policy())
+    backward(module)
+    with pytest.raises(RuntimeError):  # torch's own words, after the first backward pass
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1).full_tensor()
+    module = fully_shard(normed(), mesh=mesh, offload_policy=policy())
+    with pytest.raises(ContradictoryOptions, match=f"no backend for the CPU: {device.type}:"):
+        PlacementManager(module)
+    untouched = fully_shard(normed().to(device), mesh=mesh)  # gradients on the device
+    PlacementManager(untouched)
+    backward(untouched)
+    nn.utils.clip_grad_norm_(untouched.parameters(), 0.1)
+
+
+@field_report("E06", guard="gradients on the host need a backend for it")
+def test_clipping_under_the_policy_without_a_backend_for_the_host_is_refused_at_adoption(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, clips_without_a_backend_for_the_host)
 
 
 # Ties.
