@@ -124,6 +124,7 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
                 findings.append(_from_refusal(error, "the first computation that meets both"))
         if optimizer is not None:
             findings += _foreign_parameters(optimizer, owner)
+        findings += _missing_backends(owner)
         findings += _at_odds(census)
         findings += _managed_strays(owner, residence, census)
         findings += _apart(placements)
@@ -165,6 +166,13 @@ def _foreign_parameters(optimizer: torch.optim.Optimizer, owner: Owner) -> Itera
         require_own_parameters(optimizer, owner.parameters())
     except PlacementError as error:
         yield _from_refusal(error, "steps that change nothing in the module")
+
+
+def _missing_backends(owner: Owner) -> Iterator[Finding]:
+    try:
+        owner.require_collectives()
+    except PlacementError as error:
+        yield _from_refusal(error, "a training step that clips gradients fails")
 
 
 def _at_odds(census: Census) -> Iterator[Finding]:

@@ -95,8 +95,9 @@ class PlacementManager:
         ScatteredModule: it lies on several devices and ``stays`` does not say so, or FSDP2 manages
             it and its parameters are not where FSDP2 wants them.
         ForeignOptimizer: the optimizer updates other tensors than the module's parameters.
-        ContradictoryOptions: ``rest`` or ``device`` does not agree with the module's owner, or a
-            pattern in ``stays`` matches nothing.
+        ContradictoryOptions: ``rest`` or ``device`` does not agree with the module's owner, a
+            pattern in ``stays`` matches nothing, or FSDP2 keeps gradients on the CPU and the
+            process group has no backend for the CPU.
     """
 
     def __init__(

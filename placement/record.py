@@ -63,6 +63,7 @@ class Record:
         self.optimizer = optimizer
         self.scaler = scaler
         self.owner = owner_of(module)
+        self.owner.require_collectives()
         self.device = _agreed_device(self.owner, device)
         self.residence = Residence(self.owner, self.device, stays)
         parameters = self.owner.parameters()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -127,6 +128,12 @@ class ShardedParameter:
         """The sharded parameter, a DTensor: what an optimizer must hold."""
         parameter: nn.Parameter = self.state.sharded_param
         return parameter
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that the parameter is sharded over, in all its dimensions."""
+        mesh: DeviceMesh = self.state.sharded_param.device_mesh
+        return mesh
 
     @property
     def padded_shard(self) -> torch.Tensor:

@@ -70,6 +70,13 @@ class Owner(abc.ABC):
         """Where ``holding`` rests under a *managed* placement. Asked only if :attr:`managed`."""
         raise NotImplementedError(f"{self.name} manages no placement")
 
+    def require_collectives(self) -> None:  # noqa: B027  (most kinds compute where they rest)
+        """Refuse process groups that have no backend for tensors where they rest.
+
+        Raises:
+            ContradictoryOptions: a collective of the training step would fail.
+        """
+
     def abandon(self) -> None:  # noqa: B027  (most kinds need nothing)
         """Come to rest after an exception broke off a forward or backward pass.
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
-from placement.errors import OwnershipUnclear
+from placement.errors import ContradictoryOptions, OwnershipUnclear
 from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Placement
 from placement.tensors import Holding, Kind
@@ -112,6 +113,25 @@ class FSDP2Module(Owner):
         policy = self._groups[0].offload_policy
         return _CPU if getattr(policy, "offload_after_backward", True) else compute_device
 
+    def require_collectives(self) -> None:
+        if not self._managed:
+            return
+        meshes = {p.mesh for group in self._groups for p in group.parameters}
+        groups = {group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1}
+        without = [group for group in groups if not _serves_cpu(group)]
+        if without:
+            raise ContradictoryOptions(
+                asked="adopting the module",
+                state="FSDP2's CPUOffloadPolicy keeps gradients on the CPU, and process group "
+                f"{without[0].group_name} has no backend for the CPU: "
+                f"{dist.get_backend_config(without[0])}",
+                why="norms of gradients are reduced where the gradients are, so clip_grad_norm_ "
+                "would fail after the first backward pass "
+                "(https://github.com/pytorch/pytorch/issues/148532)",
+                instead="give the group a backend for each device, as in "
+                "init_process_group('cpu:gloo,cuda:nccl')",
+            )
+
     def fingerprint(self) -> Hashable:
         return tuple(
             (id(group.state), type(group.offload_policy), len(group.parameters))
@@ -132,6 +152,11 @@ class FSDP2Module(Owner):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _serves_cpu(group: dist.ProcessGroup) -> bool:
+    backends = dist.get_backend_config(group).split(",")
+    return any(backend.split(":")[0] == "cpu" for backend in backends)
 
 
 def _name(group: ShardGroup, names: Mapping[int, str]) -> str:

@@ -540,7 +540,7 @@ def clips_without_a_backend_for_the_host() -> None:
     device = find_compute_device()
     backend = dist.get_default_backend_for_device(device)
     group = dist.new_group(backend=backend)
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("device only",))
     module = fully_shard(normed(), mesh=mesh, offload_policy=policy())
     backward(module)
     with pytest.raises(RuntimeError):  # torch's own words, after the first backward pass
