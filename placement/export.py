@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from placement.names import canonical_names
+
 Tied = Literal["once", "both"]
 
 
@@ -32,14 +34,16 @@ def full_tensors(
         staged: called with the bytes of each shard that was copied to ``device``.
 
     Yields:
-        Name and tensor. Entries that are no tensors (extra state) are not weights, and left out.
+        Name, without the parts of wrappers, and tensor. Entries that are no tensors (extra state)
+        are not weights, and left out.
     """
+    canonical = canonical_names(module)
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or (tied == "once" and id(value) in seen):
             continue
         seen.add(id(value))
-        yield name, _full(value.detach(), device, staged)
+        yield canonical(name), _full(value.detach(), device, staged)
 
 
 def _full(value: torch.Tensor, device: torch.device, staged: Callable[[int], None]) -> torch.Tensor:

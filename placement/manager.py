@@ -68,7 +68,8 @@ class PlacementManager:
         device: the compute device. By default the one that the module's owner computes on, else
             the accelerator that torch finds.
         stays: names or ``fnmatch`` patterns of parameters and buffers that are meant to live where
-            they are. They are never moved, nor are their gradients and optimizer state.
+            they are; names as in the census, without the parts of wrappers. They are never moved,
+            nor are their gradients and optimizer state.
         rest: where the module is to rest between operations; it is brought there at once. None
             leaves it as it was found.
         on_drift: what happens when the tensors are found elsewhere than the record says, at the
@@ -378,7 +379,8 @@ class PlacementManager:
                 ``"both"``.
 
         Yields:
-            Name, as in the state dict, and tensor. The tensor is the consumer's own.
+            Name, as in the state dict but without the parts of wrappers, and tensor. The tensor is
+            the consumer's own.
         """
         _one_of("tied", tied, ("once", "both"))
         with self.exporting():

@@ -120,5 +120,6 @@ class Residence:
                 asked="adopting the module",
                 state=f"stays= names {', '.join(idle)}",
                 why="no parameter or buffer has such a name",
-                instead="name what is there, as module.named_parameters() has it",
+                instead="name what is there, as the census has it: without the parts that wrappers "
+                "put into names (module., _orig_mod., _checkpoint_wrapped_module.)",
             )

@@ -45,7 +45,7 @@ class Holding:
 
     Attributes:
         of: the parameter or buffer it is, or belongs to: fully qualified, as ``named_parameters``
-            has it.
+            has it, without the parts of wrappers (:mod:`placement.names`).
         kind: what it is.
         tensor: the tensor itself.
         detail: what tells it from others of the same parameter, for example ``/exp_avg``.

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "WRAPPED",
     "Communicator",
     "FlatHandle",
     "ShardGroup",
@@ -46,6 +47,13 @@ __all__ = [
     "takes_step_hooks",
     "view_base",
 ]
+
+
+WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+"""What wrappers call the module in them: activation checkpointing
+(``torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py``), FSDP1
+(``torch/distributed/fsdp/_common_utils.py``) and ``torch.compile``
+(``torch/_dynamo/eval_frame.py``). Their own state dicts leave out the first two."""
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from placement.errors import CannotMove
+from placement.names import canonical_names
 from placement.states import Component, Operation, Placement
 from placement.tensors import Holding, Kind
 
@@ -53,7 +54,8 @@ class Owner(abc.ABC):
 
     @abc.abstractmethod
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters as they rest, by fully qualified name: what an optimizer must hold.
+        """The parameters as they rest, by fully qualified name without the parts of wrappers
+        (:mod:`placement.names`): what an optimizer must hold.
 
         A parameter registered under two names is listed under both.
         """
@@ -114,6 +116,13 @@ def refuse_while_busy(owner: str, phases: Iterable[str | None]) -> None:
             )
 
 
+def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What is registered to ``module`` and below it, by canonical name."""
+    canonical = canonical_names(module)
+    registered = module.named_parameters(remove_duplicate=False)
+    return {canonical(name): parameter for name, parameter in registered}
+
+
 def module_holdings(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[Holding]:
     """The given parameters, their gradients, and every buffer of ``module``, also those that
     are not persistent or are registered twice."""
@@ -121,5 +130,6 @@ def module_holdings(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -
         yield Holding(name, Kind.PARAM, parameter)
         if parameter.grad is not None:
             yield Holding(name, Kind.GRAD, parameter.grad)
+    canonical = canonical_names(module)
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield Holding(name, Kind.BUFFER, buffer)
+        yield Holding(canonical(name), Kind.BUFFER, buffer)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from placement.errors import OwnershipUnclear
+from placement.names import canonical_names
 from placement.owners.plain import PlainModule
 from placement.states import Placement
 from placement.torch_private import drop_reducer, make_reducer
@@ -31,7 +32,12 @@ class DDPModule(PlainModule):
         wrappers = list(_wrappers(module))
         if not wrappers:
             return None
-        on_cpu = [name or "(root)" for name, wrapper in wrappers if wrapper.device_type == "cpu"]
+        canonical = canonical_names(module)
+        on_cpu = [
+            canonical(name) or "(root)"
+            for name, wrapper in wrappers
+            if wrapper.device_type == "cpu"
+        ]
         if on_cpu:
             raise OwnershipUnclear(
                 asked="adopting the module",

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from placement.errors import OwnershipUnclear
-from placement.owners.base import Owner, module_holdings, refuse_while_busy
+from placement.names import canonical_names
+from placement.owners.base import (
+    Owner,
+    module_holdings,
+    refuse_while_busy,
+    registered_parameters,
+)
 from placement.states import MODEL, Component, Operation
 from placement.tensors import Holding, Kind
 from placement.torch_private import FlatHandle, flat_handles
@@ -41,7 +47,8 @@ class FSDP1Module(Owner):
         handles = flat_handles(module)
         if not handles:
             return None
-        offloaded = [h.module_name or "(root)" for h in handles if h.offloads_to_cpu]
+        canonical = canonical_names(module)
+        offloaded = [canonical(h.module_name) or "(root)" for h in handles if h.offloads_to_cpu]
         if offloaded:
             raise OwnershipUnclear(
                 asked="adopting the module",
@@ -58,12 +65,13 @@ class FSDP1Module(Owner):
         return self._handles[0].device
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
+        return registered_parameters(self.module)
 
     def holdings(self) -> Iterator[Holding]:
         yield from module_holdings(self.module, self.parameters())
+        canonical = canonical_names(self.module)
         for handle in self._handles:
-            name = f"{handle.module_name}._flat_param".lstrip(".")
+            name = canonical(f"{handle.module_name}._flat_param".removeprefix("."))
             yield Holding(name, Kind.PARAM, handle.parameter)
             for detail, view in handle.views:
                 yield Holding(name, Kind.PARAM, view, detail)

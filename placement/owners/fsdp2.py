@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from placement.errors import ContradictoryOptions, OwnershipUnclear
+from placement.names import canonical_names
 from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Placement
 from placement.tensors import Holding, Kind
@@ -47,7 +48,8 @@ class FSDP2Module(Owner):
         groups = shard_groups(module)
         if not groups:
             return None
-        names = {id(submodule): name for name, submodule in module.named_modules()}
+        canonical = canonical_names(module)
+        names = {id(submodule): canonical(name) for name, submodule in module.named_modules()}
         by_policy = [(_name(group, names), _offloads(group, names)) for group in groups]
         if len({offloads for _, offloads in by_policy}) > 1:
             raise OwnershipUnclear(
@@ -80,11 +82,12 @@ class FSDP2Module(Owner):
             for parameter in group.parameters
             for module, name in parameter.registered_at
         }
+        canonical = canonical_names(self.module)
         found: dict[str, nn.Parameter] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             for name, registered in module.named_parameters(recurse=False, remove_duplicate=False):
                 qualified = f"{prefix}.{name}" if prefix else name
-                found[qualified] = sharded.get((id(module), name), registered)
+                found[canonical(qualified)] = sharded.get((id(module), name), registered)
         return found
 
     def holdings(self) -> Iterator[Holding]:

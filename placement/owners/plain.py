@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from torch import nn
 
-from placement.owners.base import Owner, module_holdings
+from placement.owners.base import Owner, module_holdings, registered_parameters
 from placement.tensors import Holding
 
 
@@ -20,7 +20,7 @@ class PlainModule(Owner):
         return cls(module)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
+        return registered_parameters(self.module)
 
     def holdings(self) -> Iterator[Holding]:
         return module_holdings(self.module, self.parameters())

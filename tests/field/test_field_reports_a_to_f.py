@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from engine import Offload
 from placement import (
@@ -458,18 +459,32 @@ def test_a_container_with_buffers_of_its_own_is_offloaded_and_used_as_any_other(
         assert devices([module.scale, module.shift]) == {"cpu"}
 
 
-@field_report("D13", guard="exported names are those of the state dict")
-def test_a_routing_bias_under_a_checkpoint_wrapper_is_exported_by_its_name_and_dtype(
-    one_rank: str,
+def compiled(module: nn.Module) -> nn.Module:
+    wrapper: nn.Module = torch.compile(module, backend="eager")
+    return wrapper
+
+
+def averaged(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module)
+
+
+@field_report("D13", guard="names are without the parts of wrappers")
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, compiled, averaged], ids=lambda w: w.__name__)
+def test_a_routing_bias_under_a_wrapper_is_kept_and_exported_by_its_own_name_and_dtype(
+    one_rank: str, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     router = nn.Linear(4, 2, dtype=torch.bfloat16)
     router.register_buffer("expert_bias", torch.full((2,), 1 / 3))
-    module = nn.Sequential(checkpoint_wrapper(router)).to(one_rank)
-    exported = dict(PlacementManager(module).export())
+    module = nn.Sequential(wrap(router.to(one_rank)))
+    manager = PlacementManager(module, stays=["0.expert_bias"])
+    exported = dict(manager.export())
     assert exported.keys() == {"0.weight", "0.bias", "0.expert_bias"}
     assert exported["0.weight"].dtype is torch.bfloat16
     assert exported["0.expert_bias"].dtype is torch.float32
     assert torch.equal(exported["0.expert_bias"].cpu(), torch.full((2,), 1 / 3))
+    manager.offload()
+    on_device = {site.name for site in manager.census().sites if site.device.type == one_rank}
+    assert on_device == {"0.expert_bias"}
 
 
 # Gradients.
