@@ -15,6 +15,7 @@ from torch import nn
 from placement.census import Census, Site, take_census
 from placement.device import find_compute_device
 from placement.errors import NoAccelerator, PlacementError, ScatteredModule
+from placement.leftovers import find_unregistered
 from placement.optimizer import holdings_of, require_own_parameters
 from placement.owners import Owner, owner_of
 from placement.residence import CPU, Residence
@@ -129,6 +130,7 @@ def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         findings += _managed_strays(owner, residence, census)
         findings += _apart(placements)
         findings += _broken_ties(module, owner)
+        findings += _unregistered(module, census, device)
     params = placements.get(Component.PARAMS)
     return Explanation(
         owner.name if owner else None,
@@ -235,6 +237,20 @@ def _broken_ties(module: nn.Module, owner: Owner) -> Iterator[Finding]:
             "they train apart, and a checkpoint has both",
             "tie them again (model.tie_weights()) before the module is sharded",
             tuple(broken),
+        )
+
+
+def _unregistered(module: nn.Module, census: Census, device: torch.device) -> Iterator[Finding]:
+    registered = [*module.parameters(), *(site.holding.tensor for site in census.sites)]
+    found = list(find_unregistered(module, registered, device))
+    if found:
+        yield Finding(
+            f"{len(found)} tensors on the device are in plain attributes, neither parameters nor "
+            "buffers",
+            "an offload leaves them there, and nobody counts them",
+            "register them (register_buffer(..., persistent=False)), or drop them before an "
+            "offload and compute them again after it",
+            tuple(f"{leftover.name}, {leftover.nbytes:,} bytes" for leftover in found),
         )
 
 

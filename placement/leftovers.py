@@ -3,28 +3,34 @@
 An offload points the module's tensors at host memory. The device memory is freed when nobody else
 looks into it. A state dict, a view, a tensor in a local variable or a graph that waits for its
 backward pass keeps it.
+
+A tensor that a module keeps in a plain attribute (a cache of its weights in another precision) is
+neither parameter nor buffer, so nobody can tell what it is good for: it is not moved, but named.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
-from placement.tensors import has_storage, parts
-from placement.torch_private import storage_address
+from placement.names import canonical_names
+from placement.tensors import has_storage, parts, tensors_in
+from placement.torch_private import REGISTRIES, storage_address
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """One storage that an offload copied away, and that is still alive on the device.
+    """One storage on the device after an offload: one that was copied away and is still alive, or
+    one that the module keeps in a plain attribute.
 
     Attributes:
-        name: the first of the module's tensors that looked into it.
+        name: the first of the module's tensors that looked into it, or the attribute.
         nbytes: its size in bytes.
         holders: what holds a tensor that looks into it, as far as Python knows; empty if only C++
             does (an autograd graph, for example).
@@ -65,6 +71,53 @@ def find_leftovers(
         own = {id(looking), id(tensors)}
         holders = dict.fromkeys(h for tensor in tensors for h in _holders(tensor, own))
         yield Leftover(name, nbytes, tuple(holders))
+
+
+def find_unregistered(
+    module: nn.Module, registered: Iterable[torch.Tensor], device: torch.device
+) -> Iterator[Leftover]:
+    """Storages on ``device`` that ``module`` and its parts keep in plain attributes, also in lists,
+    tuples and dicts there, however deep.
+
+    Args:
+        module: the module.
+        registered: its parameters, gradients and buffers, consumed if need be. What looks into
+            their storages is theirs.
+        device: where to look.
+    """
+    found = {
+        storage_address(part): (name, part.untyped_storage().nbytes())
+        for name, tensor in _in_attributes(module)
+        for part in _with_storage([tensor])
+        if part.device == device
+    }
+    if not found:
+        return  # the usual case after an offload, and the registered ones need not be looked at
+    theirs = {storage_address(part) for part in _with_storage(registered)}
+    canonical = canonical_names(module)
+    for address, (name, nbytes) in found.items():
+        if address not in theirs and nbytes > 0:
+            yield Leftover(canonical(name), nbytes, (_PLAIN_ATTRIBUTE,))
+
+
+_CONTAINERS = (dict, list, tuple)
+
+_PLAIN_ATTRIBUTE = "a plain attribute, neither parameter nor buffer"
+
+
+def _in_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in the plain attributes of ``module`` and its parts."""
+    for prefix, submodule in module.named_modules():
+        for attribute, value in vars(submodule).items():
+            # Most attributes are flags, and empty dicts of hooks.
+            may_hold = isinstance(value, torch.Tensor) or (isinstance(value, _CONTAINERS) and value)
+            if may_hold and attribute not in REGISTRIES:
+                for path, tensor in tensors_in(value):
+                    yield f"{prefix}.{attribute}{path}".removeprefix("."), tensor
+
+
+def _with_storage(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (part for tensor in tensors for part in parts(tensor) if has_storage(part))
 
 
 def _holders(tensor: torch.Tensor, own: set[int]) -> Iterator[str]:

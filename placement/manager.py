@@ -320,7 +320,8 @@ class PlacementManager:
 
     def leftovers(self) -> list[Leftover]:
         """What the last offload copied away and that is still alive on the device, because
-        something else looks into it: a state dict, a view, a graph that waits for its backward.
+        something else looks into it: a state dict, a view, a graph that waits for its backward;
+        and what it left there because the module keeps it in a plain attribute.
 
         An offload after which memory did not come back says so in the log. This names the tensors
         and, as far as Python knows, what holds them. It takes as long as a garbage collection, and

@@ -8,7 +8,7 @@ inside its machine's transition, so the record changes exactly if they went thro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
 from placement.interrupts import interrupts_held_back
 from placement.journal import Journal
-from placement.leftovers import Leftover, find_leftovers
+from placement.leftovers import Leftover, find_leftovers, find_unregistered
 from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
@@ -87,6 +87,8 @@ class Mover:
             self._remember_what_was_found(moves)
             if Component.PARAMS in triggers:
                 self._record.owner.moved(self._record[Component.PARAMS])
+        if triggers.get(Component.PARAMS) is Trigger.OFFLOAD:
+            self._notice_what_is_unregistered()
 
     def fire(self, component: Component, trigger: Trigger) -> None:
         """Fire a trigger that moves nothing."""
@@ -169,8 +171,19 @@ class Mover:
             self._notice_what_stayed(component, sources, moved)
 
     def leftovers(self) -> list[Leftover]:
-        """What the last offload copied away and that is still alive on the device."""
-        return list(find_leftovers(self._copied_away, self._record.device))
+        """What the last offload copied away and that is still alive on the device, and what it did
+        not move because it is in plain attributes."""
+        alive = find_leftovers(self._copied_away, self._record.device)
+        return [*alive, *self._unregistered()]
+
+    def _unregistered(self) -> Iterator[Leftover]:
+        record = self._record
+
+        def registered() -> Iterator[torch.Tensor]:
+            for site in record.census().sites:
+                yield site.holding.tensor
+
+        return find_unregistered(record.module, registered(), record.device)
 
     def _notice_what_stayed(
         self, component: Component, sources: dict[int, tuple[str, int]], moved: Moved
@@ -185,6 +198,15 @@ class Mover:
                 "them; manager.leftovers() names it",
                 f"{missing:,}",
                 component.value,
+            )
+
+    def _notice_what_is_unregistered(self) -> None:
+        if unregistered := list(self._unregistered()):
+            _LOG.warning(
+                "%s bytes in plain attributes of the module stay on the device: %s; register them "
+                "as buffers, which are moved, or drop them before the offload",
+                f"{sum(leftover.nbytes for leftover in unregistered):,}",
+                ", ".join(leftover.name for leftover in unregistered),
             )
 
     def _target(self, site: Site, trigger: Trigger) -> torch.device | None:

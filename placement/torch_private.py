@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "REGISTRIES",
     "WRAPPED",
     "Communicator",
     "FlatHandle",
@@ -48,6 +49,9 @@ __all__ = [
     "view_base",
 ]
 
+
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes in which an ``nn.Module`` keeps what is registered."""
 
 WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 """What wrappers call the module in them: activation checkpointing

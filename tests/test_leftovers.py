@@ -11,7 +11,7 @@ import torch
 from models import normed, normed_batch, normed_loss, sharded
 from torch import nn
 
-from placement import PlacementManager
+from placement import PlacementManager, explain
 from placement.testing import SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("sim_accelerator")  # it counts memory exactly
@@ -89,3 +89,16 @@ def test_a_graph_that_waits_for_its_backward_is_noticed(
         manager.offload()
     assert "did not come back" in caplog.records[0].getMessage()
     del loss
+
+
+def test_a_view_of_a_weight_in_a_plain_attribute_is_the_weights(module: nn.Module) -> None:
+    module.second.seen = [module.second.weight.detach()]
+    module.second.scratch = torch.ones(4, device=module.second.weight.device)
+    found = [finding for finding in explain(module).findings if "plain attributes" in finding.what]
+    assert [finding.tensors for finding in found] == [("second.scratch, 16 bytes",)]
+
+
+def test_parameters_that_are_gathered_are_in_no_plain_attribute(one_rank: str) -> None:
+    module = sharded(normed())
+    module.unshard()
+    assert explain(module).findings == ()

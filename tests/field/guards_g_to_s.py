@@ -133,3 +133,8 @@ def the_device_is_kept_with_its_index(patch: Patch) -> None:
 def computing_with_what_is_put_away_is_refused(patch: Patch) -> None:
     patch.setattr(UseGuard, "before_forward", nothing)
     patch.setattr(UseGuard, "before_step", nothing)
+
+
+@guard
+def tensors_in_plain_attributes_are_named(patch: Patch) -> None:
+    patch.setattr(mover, "find_unregistered", lambda *_: iter(()))

@@ -157,6 +157,38 @@ def test_a_storage_that_a_view_looks_into_is_not_freed_under_it_but_reported(one
     assert [leftover.name for leftover in manager.leftovers()] == ["second.weight"]
 
 
+class Cached(nn.Linear):
+    """Keeps its weight in a lower precision, under a key of a dict, beside a view of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.copies: dict[str, list[torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.copies:
+            self.copies["low"] = [self.weight.detach().bfloat16(), self.weight.detach()[1:]]
+        return nn.functional.linear(x, self.copies["low"][0].float(), self.bias)
+
+
+@field_report("H03", guard="tensors in plain attributes are named")
+def test_a_cache_of_weights_that_an_offload_does_not_know_is_named(
+    one_rank: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Sequential(Cached(), nn.Linear(8, 8)).to(one_rank)
+    manager = PlacementManager(module)
+    module(torch.ones(1, 8, device=one_rank))
+    module[0].copies["low"].pop()  # the view would keep the weight
+    with caplog.at_level("WARNING"):
+        manager.offload()
+    assert "128 bytes in plain attributes of the module stay on the device: 0.copies/low/0" in (
+        caplog.text
+    )
+    (cache,) = manager.leftovers()
+    assert (cache.name, cache.nbytes) == ("0.copies/low/0", 128)
+    module[0].copies.clear()
+    assert manager.leftovers() == []
+
+
 @field_report("H08", guard="contexts put back what they found")
 def test_nothing_of_the_student_is_resident_while_the_teacher_runs(one_rank: str) -> None:
     gc.collect()
