@@ -32,6 +32,7 @@ from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
 from placement.leftovers import Leftover
+from placement.manifest import optimizer_manifest
 from placement.mover import Mover
 from placement.owners import Owner
 from placement.record import Record
@@ -352,7 +353,8 @@ class PlacementManager:
             step: the training step, which must be the same on all ranks.
 
         Raises:
-            RanksDisagree: the ranks are in different states or steps, or do different things.
+            RanksDisagree: the ranks are in different states or steps, do different things, or have
+                different groups or entries of optimizer state for parameters that all share.
             RankLost: a rank did not come, or failed inside the context.
             GroupPoisoned: one did earlier.
         """
@@ -414,6 +416,8 @@ class PlacementManager:
         facts = {c.value: placement.value for c, placement in self._record.placements().items()}
         del facts[Component.GRADS.value]  # one rank may have some where another has none
         facts["step"] = str(step)
+        if operation is Operation.SAVE and self.optimizer is not None:
+            facts |= optimizer_manifest(self.optimizer, self.owner.parameters())
         refusal: PlacementError | None = None
         try:
             with self._journal.refusals(operation.value), self._lock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import guards_g_to_s  # noqa: F401  (registers the guards)
@@ -27,6 +28,7 @@ from models import (
     whereabouts,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OffloadPolicy
 
 from engine import Offload
@@ -46,6 +48,7 @@ from placement import (
     find_compute_device,
 )
 from placement.testing import Ranks
+from placement.torch_private import default_store
 
 field_report = pytest.mark.field_report
 
@@ -365,6 +368,65 @@ def test_a_phase_does_not_begin_before_all_ranks_have_moved(
     two_ranks: Ranks, request: pytest.FixtureRequest
 ) -> None:
     in_ranks(two_ranks, request, some_have_not_moved)
+
+
+def others_have_offloaded() -> None:
+    """Rank 1 is slow: it offloads once rank 0 is on its way, or does not come."""
+    store = default_store()
+    gc.collect()
+    at_rest = allocated()
+    manager = PlacementManager(sharded(normed()), deadline=20.0)
+    if dist.get_rank() == 1:
+        with suppress(RuntimeError):  # which rank 0 has only if it did not wait for this one
+            store.wait(["rank 0 looked"], timedelta(seconds=1))
+    manager.offload()
+    assert allocated() == at_rest
+    store.set(f"rank {dist.get_rank()} is free", "")
+    with manager.exporting():  # the next phase, which needs the memory of all ranks
+        free = [store.check([f"rank {rank} is free"]) for rank in range(2)]
+        if dist.get_rank() == 0:
+            store.set("rank 0 looked", "")
+        assert free == [True, True]
+
+
+@field_report("J02", guard="ranks meet before a collective operation")
+def test_the_next_phase_begins_when_the_memory_of_all_ranks_is_free(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, others_have_offloaded)
+
+
+def some_lack_state() -> None:
+    module = sharded(normed())
+    optimizer = adam(module.parameters())
+    manager = PlacementManager(module, optimizer, deadline=20.0)
+    train(module, optimizer, manager.device)
+    with manager.saving():
+        get_optimizer_state_dict(module, optimizer)
+    if dist.get_rank() == 1:
+        del optimizer.state[module.second.weight]["exp_avg_sq"]
+    with pytest.raises(RanksDisagree) as raised, manager.saving():
+        get_optimizer_state_dict(module, optimizer)
+    ((fact, said),) = raised.value.said.items()
+    assert fact == "the optimizer's state"
+    others = "first.weight, norm.bias, norm.weight and 1 more: exp_avg, exp_avg_sq, step in"
+    for differs, ranks in said.items():
+        assert ("second.weight: exp_avg, step in group 0 of AdamW 0" in differs) == (ranks == [1])
+        assert others in differs or ranks == [0]
+    optimizer.state.clear()
+    with manager.saving():
+        get_optimizer_state_dict(module, optimizer)
+    optimizer.param_groups[0][f"only on rank {dist.get_rank()}"] = True
+    with pytest.raises(RanksDisagree, match=r"5 parameters with .* only on rank 1,"):
+        with manager.saving():
+            pass
+
+
+@field_report("J06", guard="ranks compare what their optimizers hold")
+def test_ranks_whose_optimizers_hold_different_entries_are_refused_a_save_together(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, some_lack_state)
 
 
 def some_save() -> None:
