@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         NoAccelerator,
         NotEnoughMemory,
         NothingToPlace,
+        NotMaterialised,
         OwnershipChanged,
         OwnershipUnclear,
         PlacementDrift,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from placement.leftovers import Leftover
     from placement.machine import PlacementMachine
     from placement.manager import PlacementManager
+    from placement.materialise import materialising
     from placement.owners import Owner, owner_of, register
     from placement.states import (
         TABLE,
@@ -78,6 +80,7 @@ _HOMES = {
     "Mode": "placement.states",
     "NoAccelerator": "placement.errors",
     "NotEnoughMemory": "placement.errors",
+    "NotMaterialised": "placement.errors",
     "NothingToPlace": "placement.errors",
     "Operation": "placement.states",
     "Outcome": "placement.trace",
@@ -101,6 +104,7 @@ _HOMES = {
     "Trigger": "placement.states",
     "explain": "placement.explain",
     "find_compute_device": "placement.device",
+    "materialising": "placement.materialise",
     "owner_of": "placement.owners",
     "register": "placement.owners",
 }
@@ -129,6 +133,7 @@ __all__ = [
     "Mode",
     "NoAccelerator",
     "NotEnoughMemory",
+    "NotMaterialised",
     "NothingToPlace",
     "Operation",
     "Outcome",
@@ -151,6 +156,7 @@ __all__ = [
     "Trigger",
     "explain",
     "find_compute_device",
+    "materialising",
     "owner_of",
     "register",
 ]

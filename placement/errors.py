@@ -165,6 +165,11 @@ class NothingToPlace(PlacementError):
     """The module has no parameters."""
 
 
+class NotMaterialised(PlacementError):
+    """A module that was made without memory got some, but not all of it got values, or not where
+    they belong."""
+
+
 class ForeignOptimizer(PlacementError):
     """The optimizer updates tensors that are not the module's (sharded) parameters."""
 

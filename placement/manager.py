@@ -36,6 +36,7 @@ from placement.manifest import optimizer_manifest
 from placement.mover import Mover
 from placement.owners import Owner
 from placement.record import Record
+from placement.residence import require_possible
 from placement.states import (
     COMPUTES_WITH,
     HOLDS,
@@ -571,19 +572,7 @@ class PlacementManager:
             self._mover.relocate(strays, "load")
 
     def _come_to_rest(self, rest: Placement) -> None:
-        managed = self.owner.managed
-        if rest is not (managed or rest) or (managed is None and rest not in _BY_HAND):
-            raise ContradictoryOptions(
-                asked=f"rest={rest.value}",
-                state=f"the module's owner is {self.owner.name}, "
-                + ("with" if managed else "without")
-                + " an offload policy",
-                why=f"the policy keeps it in {managed.value}; resting elsewhere would take moves "
-                "by hand"
-                if managed
-                else "no policy was applied that would keep it there",
-                instead="choose one of the two: an offload_policy in fully_shard, or rest=",
-            )
+        require_possible(self.owner, rest)
         with self._journal.refusals("rest"):
             self._mover.bring(dict.fromkeys(self._record.machines, rest), f"rest={rest.value}")
 
@@ -608,9 +597,6 @@ def _verify(asked: str | None) -> str:
     source = "the call" if asked else VERIFY_VARIABLE
     wanted = asked or os.environ.get(VERIFY_VARIABLE) or "boundaries"
     return _one_of("verify", wanted, ("boundaries", "always"), source)
-
-
-_BY_HAND = (destination(Trigger.ONLOAD), destination(Trigger.OFFLOAD))
 
 
 def _tell(failure: BaseException, restoring: Exception) -> None:

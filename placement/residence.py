@@ -14,7 +14,7 @@ import torch
 from placement.census import Census, Site
 from placement.errors import ContradictoryOptions, ScatteredModule
 from placement.owners import Owner
-from placement.states import Component, Placement
+from placement.states import Component, Placement, Trigger, destination
 from placement.tensors import Holding
 
 CPU = torch.device("cpu")
@@ -123,3 +123,27 @@ class Residence:
                 instead="name what is there, as the census has it: without the parts that wrappers "
                 "put into names (module., _orig_mod., _checkpoint_wrapped_module.)",
             )
+
+
+_BY_HAND = (destination(Trigger.ONLOAD), destination(Trigger.OFFLOAD))
+
+
+def require_possible(owner: Owner, rest: Placement) -> None:
+    """Refuse a resting place that ``owner`` does not allow.
+
+    Raises:
+        ContradictoryOptions: its policy keeps the module elsewhere, or no policy keeps it there.
+    """
+    managed = owner.managed
+    if rest is managed or (managed is None and rest in _BY_HAND):
+        return
+    raise ContradictoryOptions(
+        asked=f"rest={rest.value}",
+        state=f"the module's owner is {owner.name}, "
+        + ("with" if managed else "without")
+        + " an offload policy",
+        why=f"the policy keeps it in {managed.value}; resting elsewhere would take moves by hand"
+        if managed
+        else "no policy was applied that would keep it there",
+        instead="choose one of the two: an offload_policy in fully_shard, or rest=",
+    )

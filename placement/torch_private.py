@@ -33,6 +33,7 @@ __all__ = [
     "ShardGroup",
     "ShardedParameter",
     "communicators",
+    "convert_tensors",
     "default_store",
     "drop_reducer",
     "flat_handles",
@@ -46,6 +47,7 @@ __all__ = [
     "shard_groups",
     "storage_address",
     "takes_step_hooks",
+    "version_of",
     "view_base",
 ]
 
@@ -99,6 +101,17 @@ def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
 def module_apply() -> Callable[..., Any]:
     """``nn.Module._apply``, through which every ``to()``, ``cuda()`` and ``to_empty()`` goes."""
     return nn.Module._apply
+
+
+def convert_tensors(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every tensor of ``module`` by what ``convert`` makes of it, as ``to()`` does: through
+    ``_apply``, which FSDP2 overrides to follow its shards."""
+    module._apply(convert)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to, as autograd counts."""
+    return tensor._version
 
 
 def set_module_apply(apply: Callable[..., Any]) -> None:

@@ -11,11 +11,21 @@ from guards import Patch, _holding_less, guard, nothing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from placement import Component, PlacementManager, export, optimizer, record, transfer
+from placement import (
+    Component,
+    Placement,
+    PlacementManager,
+    export,
+    materialise,
+    optimizer,
+    record,
+    transfer,
+)
 from placement.mover import Mover
 from placement.owners import base, ddp, fsdp1, fsdp2
 from placement.owners.fsdp1 import FSDP1Module
 from placement.owners.plain import PlainModule
+from placement.residence import CPU, Residence
 from placement.states import COMPUTES_WITH, Operation
 from placement.tensors import Kind
 from placement.transfer import Transfer
@@ -155,3 +165,27 @@ def the_end_of_a_save_or_a_load_is_a_boundary(patch: Patch) -> None:
 @guard
 def gradients_on_the_host_need_a_backend_for_it(patch: Patch) -> None:
     patch.setattr(fsdp2.FSDP2Module, "require_collectives", nothing)
+
+
+@guard
+def what_nobody_wrote_to_is_refused(patch: Patch) -> None:
+    patch.setattr(materialise, "_unwritten", lambda *_: [])
+
+
+@guard
+def ties_outlive_the_meta_device(patch: Patch) -> None:
+    patch.setattr(materialise, "_tie_again", nothing)
+    patch.setattr(materialise, "_apart", lambda _: [])
+
+
+@guard
+def memory_is_given_where_the_module_is_to_rest(patch: Patch) -> None:
+    def elsewhere(self: Residence, holding: object, placement: Placement) -> torch.device:
+        return CPU if placement is Placement.GPU else self._compute_device
+
+    patch.setattr(Residence, "of", elsewhere)
+
+
+@guard
+def a_resting_place_that_the_owner_forbids_is_refused(patch: Patch) -> None:
+    patch.setattr(materialise, "require_possible", nothing)
