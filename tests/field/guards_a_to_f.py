@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from placement import (
     Component,
+    Mode,
     Placement,
     PlacementManager,
     export,
@@ -189,3 +190,11 @@ def memory_is_given_where_the_module_is_to_rest(patch: Patch) -> None:
 @guard
 def a_resting_place_that_the_owner_forbids_is_refused(patch: Patch) -> None:
     patch.setattr(materialise, "require_possible", nothing)
+
+
+@guard
+def a_managed_module_is_used_where_it_rests(patch: Patch) -> None:
+    def everything(self: PlacementManager, operation: object) -> tuple[frozenset[Component], Mode]:
+        return frozenset(self.placements), Mode.STAGED
+
+    patch.setattr(PlacementManager, "_needs", everything)

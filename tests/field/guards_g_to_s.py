@@ -8,16 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from guards import guard, nothing
+from guards import _holding_less, guard, nothing
 from torch.distributed.tensor import DTensor
 
-from placement import TABLE, Component, Legal, Operation, Placement, Trigger, export, manager, mover
+from placement import (
+    TABLE,
+    Component,
+    Legal,
+    Operation,
+    Placement,
+    Trigger,
+    agreement,
+    export,
+    manager,
+    mover,
+)
 from placement import transfer as transfers
 from placement.agreement import Agreement
+from placement.leases import Leases
 from placement.mover import Mover
 from placement.owners import fsdp1, fsdp2
 from placement.residence import CPU, Residence
 from placement.states import COMPUTES_WITH
+from placement.tensors import Kind
 from placement.use import UseGuard
 
 Patch = pytest.MonkeyPatch
@@ -143,3 +156,22 @@ def tensors_in_plain_attributes_are_named(patch: Patch) -> None:
 @guard
 def ranks_compare_what_their_optimizers_hold(patch: Patch) -> None:
     patch.setattr(manager, "optimizer_manifest", lambda *_: {})
+
+
+@guard
+def a_phase_of_another_thread_is_refused(patch: Patch) -> None:
+    patch.setattr(Leases, "refuse_other_threads", nothing)
+
+
+@guard
+def collectives_of_an_export_wait_no_longer_than_the_deadline(patch: Patch) -> None:
+    @contextmanager
+    def unlimited(deadline: object) -> Iterator[None]:
+        yield
+
+    patch.setattr(agreement, "_lowered_timeouts", unlimited)
+
+
+@guard
+def trainable_parameters_move(patch: Patch) -> None:
+    _holding_less(patch, lambda h: h.kind is not Kind.PARAM or not h.tensor.requires_grad)

@@ -16,6 +16,7 @@ from guards import in_ranks
 from models import (
     adam,
     assert_equal,
+    local,
     normed,
     normed_batch,
     normed_engine,
@@ -170,6 +171,26 @@ def test_a_load_that_assigns_a_device_tensor_to_a_managed_module_is_refused_by_n
     with pytest.raises(PlacementDrift) as caught, manager.loading():
         module.load_state_dict(state, assign=True)
     assert [line.split()[0] for line in caught.value.tensors] == ["second.weight"]
+
+
+@field_report("A15", guard="a managed module is used where it rests")
+def test_a_load_into_a_managed_module_takes_no_memory_of_the_device_and_the_run_goes_on(
+    one_rank: str, tmp_path: Path
+) -> None:
+    saved = normed_engine(Offload.POLICY)
+    saved.train_batch(normed_batch(0))
+    saved.save_checkpoint(tmp_path / "checkpoint")
+    engine = normed_engine(Offload.POLICY)
+    found = whereabouts(saved.manager)
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    engine.load_checkpoint(tmp_path / "checkpoint")
+    buffers = sum(buffer.nbytes for buffer in engine.module.buffers())
+    assert torch.accelerator.max_memory_allocated() - before <= 2 * buffers + 512
+    assert whereabouts(engine.manager) == found
+    assert_equal(values(engine.manager.census()), values(saved.manager.census()))
+    assert engine.train_batch(normed_batch(1)) == saved.train_batch(normed_batch(1))
 
 
 # What a failure leaves, and what a save needs.
@@ -527,6 +548,21 @@ def test_micro_batches_that_are_reduced_at_the_last_only_accumulate_with_offload
         gc.collect()
         assert torch.accelerator.memory_allocated() == before
     torch.testing.assert_close(gradients(module), gradients(untouched))
+
+
+@field_report("E04", guard="offloaded means landed")
+def test_gradients_whose_memory_is_used_again_right_after_an_offload_are_whole_on_the_host(
+    one_rank: str,
+) -> None:
+    module = sharded(normed())
+    backward(module)
+    before = {name: local(p.grad).cpu() for name, p in module.named_parameters()}
+    manager = PlacementManager(module)
+    manager.offload()
+    in_their_place = [torch.full_like(value, 7, device=one_rank) for value in before.values()]
+    after = {name: local(p.grad).clone() for name, p in module.named_parameters()}
+    assert_equal(after, before)
+    assert devices(in_their_place) == {f"{one_rank}:0"}
 
 
 @field_report("E05", guard="training brings the optimizer")

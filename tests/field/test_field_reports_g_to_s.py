@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -34,11 +36,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OffloadPolicy
 from engine import Offload
 from placement import (
     AlreadyManaged,
+    Census,
     Component,
+    GroupPoisoned,
     IllegalTransition,
     Mode,
     Placement,
     PlacementDrift,
+    PlacementHeld,
     PlacementMachine,
     PlacementManager,
     PutAway,
@@ -114,6 +119,24 @@ def copies_to_the_host(device: str) -> int | None:
     from placement import sim
 
     return sim.counters().device_to_host_copies if device == "sim" else None
+
+
+@field_report("G07", guard="a storage is copied once")
+def test_a_second_offload_copies_each_shared_storage_once_again(
+    one_rank: str, trace: Trace
+) -> None:
+    module = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    module.to(one_rank)
+    module["head"].weight = nn.Parameter(module["embedding"].weight.detach())  # looks into it, too
+    before = values(PlacementManager(module).census())
+    manager = PlacementManager(module, trace=trace)
+    for _ in range(2):
+        manager.offload()
+        assert trace.moves()[-1].bytes_to_host == module["embedding"].weight.nbytes
+        assert all(site.holding.tensor.is_pinned() for site in manager.census().sites)
+        assert_equal(values(manager.census()), before)
+        manager.onload()
+        assert trace.moves()[-1].bytes_to_device == module["embedding"].weight.nbytes
 
 
 # Device memory.
@@ -210,7 +233,65 @@ def test_nothing_of_the_student_is_resident_while_the_teacher_runs(one_rank: str
             assert teacher.placement is Placement.GPU
 
 
+def peak_of_a_step(module: nn.Module, manager: PlacementManager) -> int:
+    """Device memory that the second step took at most, with the module's own."""
+    optimizer = manager.optimizer
+    assert optimizer is not None
+    for _ in range(2):
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats()
+        with manager.training():
+            train(module, optimizer, manager.device)
+    return torch.accelerator.max_memory_allocated()
+
+
+@field_report("K05", guard="a storage is copied once")
+def test_offload_takes_no_more_device_memory_when_most_parameters_are_frozen(
+    one_rank: str,
+) -> None:
+    device = find_compute_device()
+    peaks = []
+    for rest in (Placement.GPU, Placement.CPU_MANUAL):
+        gc.collect()
+        found = allocated()
+        module = normed(hidden=256)
+        module.first.requires_grad_(False)
+        module = FullyShardedDataParallel(module.to(device), device_id=device, use_orig_params=True)
+        optimizer = adam(p for p in module.parameters() if p.requires_grad)
+        manager = PlacementManager(module, optimizer, rest=rest)
+        peaks.append(peak_of_a_step(module, manager) - found)
+        del module, optimizer, manager
+    resident, offloaded = peaks
+    assert offloaded <= resident
+
+
 # Adapters and export.
+
+
+def bytes_by_device(manager: PlacementManager, *, trainable: bool) -> dict[str, int]:
+    sites = manager.census().of(Component.PARAMS).sites
+    return Census(
+        [site for site in sites if site.holding.tensor.requires_grad is trainable]
+    ).bytes_by_device()
+
+
+@field_report("I06", guard="trainable parameters move")
+def test_adapters_are_offloaded_with_their_frozen_base_and_can_be_counted_apart(
+    one_rank: str,
+) -> None:
+    gc.collect()
+    found = allocated()
+    module = nn.ModuleDict({"base": nn.Linear(16, 16, bias=False), "adapter": nn.Linear(16, 2)})
+    module["base"].requires_grad_(False)
+    module["adapter"].register_buffer("scale", torch.ones(2))
+    manager = PlacementManager(module.to(one_rank))
+    assert bytes_by_device(manager, trainable=True) == {f"{one_rank}:0": (16 * 2 + 2) * 4}
+    assert bytes_by_device(manager, trainable=False) == {f"{one_rank}:0": 16 * 16 * 4}
+    manager.offload()
+    assert bytes_by_device(manager, trainable=True) == {"cpu": (16 * 2 + 2) * 4}
+    assert bytes_by_device(manager, trainable=False) == {"cpu": 16 * 16 * 4}
+    gc.collect()
+    assert allocated() == found
 
 
 @field_report("I01", guard="exported weights are owned")
@@ -461,6 +542,63 @@ def test_exported_weights_of_two_shards_do_not_change_at_a_zero_learning_rate(
     two_ranks: Ranks, request: pytest.FixtureRequest
 ) -> None:
     in_ranks(two_ranks, request, exports_without_updates)
+
+
+def is_blocked_in_its_sender() -> None:
+    """Rank 0's transport blocks after the first weight; rank 1 can't run ahead of it."""
+    module = sharded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    manager = PlacementManager(module, deadline=2.0)
+    store = default_store()
+    taken: list[str] = []
+
+    def send(name: str) -> None:
+        taken.append(name)
+        if dist.get_rank() == 0:
+            store.wait(["rank 1 gave up"], timedelta(seconds=12))
+
+    def send_all() -> None:
+        for name, _ in manager.export():
+            send(name)
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (rank 0 meets another than rank 1)
+        send_all()
+    if dist.get_rank() == 1:
+        assert len(taken) <= 2  # of 8
+        store.set("rank 1 gave up", "")
+    assert "Wait timeout" not in str(caught.value)
+    with pytest.raises(GroupPoisoned):
+        next(manager.export())
+
+
+@field_report("J05", guard="collectives of an export wait no longer than the deadline")
+def test_ranks_do_not_run_ahead_of_one_that_is_blocked_in_its_sender(
+    two_ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    in_ranks(two_ranks, request, is_blocked_in_its_sender)
+
+
+@field_report("J04", guard="a phase of another thread is refused")
+def test_a_phase_that_a_controller_does_not_wait_for_is_met_by_the_next(one_rank: str) -> None:
+    manager = PlacementManager(normed().to(one_rank))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with manager.evaluating():
+            begun.set()
+            assert may_end.wait(60)
+
+    with ThreadPoolExecutor(1) as remote:
+        pending = remote.submit(evaluate)
+        assert begun.wait(60)
+        try:
+            for ask in (manager.offload, lambda: manager.evaluating().__enter__()):
+                with pytest.raises(PlacementHeld, match="another thread is in a context"):
+                    ask()
+        finally:
+            may_end.set()
+        pending.result(60)
+    manager.offload()
+    assert device_types(manager.module) == {"cpu"}
 
 
 # Lifecycle.
