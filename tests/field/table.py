@@ -37,6 +37,9 @@ def table() -> str:
     unknown = tests.keys() - {report["id"] for report in reports}
     if unknown:
         raise ValueError(f"no such reports: {sorted(unknown)}")
+    unclear = [r["id"] for r in reports if (r["id"] in tests) is ("no_test" in r)]
+    if unclear:
+        raise ValueError(f"either a test or a reason why there is none: {unclear}")
     return "\n".join(_lines(reports, tests)) + "\n"
 
 
@@ -45,12 +48,15 @@ def _lines(reports: list[dict[str, str]], tests: dict[str, list[str]]) -> Iterat
     yield ""
     yield INTRODUCTION
     yield ""
-    yield f"{len(tests)} of {len(reports)} reports have a test so far."
+    yield f"{len(tests)} of {len(reports)} reports have a test."
     yield ""
     yield "| report | fault | test |"
     yield "|---|---|---|"
     for report in reports:
-        names = "; ".join(tests.get(report["id"], ["not written yet"]))
+        if report["id"] in tests:
+            names = "; ".join(tests[report["id"]])
+        else:
+            names = f"None. {report['no_test']}"
         yield f"| [{report['id']}]({report['url']}) | {report['title']} | {names} |"
 
 
