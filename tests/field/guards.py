@@ -241,7 +241,7 @@ def an_idle_context_moves_nothing(patch: Patch) -> None:
     def always(self: mover.Mover, wanted: dict[Component, Placement], asked: str) -> None:
         self._record.check(asked)
         for component in wanted:
-            self._journal.moved(asked, component, transfer.Moved())
+            self._journal.moved(asked, component, transfer.Moved(to_device=1))
 
     patch.setattr(mover.Mover, "bring", always)
 
