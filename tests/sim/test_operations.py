@@ -69,6 +69,8 @@ SAME_AS_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
     "cumsum": lambda x: x.cumsum(1),
     "std": lambda x: x.std(),
     "fft, conj and real": lambda x: torch.fft.fft(x).conj().real,
+    "lazy conjugate": lambda x: torch.complex(x, x + 1).conj(),
+    "lazy negative": lambda x: torch.complex(x, x + 1).conj().imag,
     "view as complex": lambda x: torch.view_as_complex(x.view(2, 3, 2)).abs(),
     "foreach norm": lambda x: torch.stack(torch._foreach_norm([x, x + 1])),
     "bfloat16": lambda x: x.bfloat16() @ x.bfloat16().t(),

@@ -112,9 +112,19 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
   device_allocator()->recordStream(tensor.storage().data_ptr(), stream);
 }
 
+// The copy between aliases reads a lazily conjugated or negated tensor right. The fallback of these
+// keys would resolve it first, with a copy, which is resolved first, and so on without end.
+void leave_lazy_views_to_the_copy(c10::DispatchKey key) {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library->impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library->impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
 } // namespace
 
 void register_copies() {
+  leave_lazy_views_to_the_copy(c10::DispatchKey::Conjugate);
+  leave_lazy_views_to_the_copy(c10::DispatchKey::Negative);
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", kDispatchKey, __FILE__, __LINE__);
   library->impl("_copy_from", &copy_from);
