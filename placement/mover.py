@@ -24,7 +24,7 @@ from placement.leftovers import Leftover, find_leftovers, find_unregistered
 from placement.record import Record
 from placement.residence import CPU
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
-from placement.tensors import parts
+from placement.tensors import has_its_bytes, parts
 from placement.trace import RECOVERY, EventKind
 from placement.transfer import Move, Moved, Transfer
 
@@ -222,7 +222,8 @@ class Mover:
     def _move(self, site: Site, target: torch.device) -> Move:
         if target == CPU:
             return Move(site, target, pinned=site.name not in self._found_pageable)
-        pinned = all(part.is_pinned() for part in parts(site.holding.tensor))
+        # What has no storage can't be asked; the transfer will refuse it by name.
+        pinned = all(p.is_pinned() for p in parts(site.holding.tensor) if has_its_bytes(p))
         return Move(site, target, pinned)
 
     def _remember_what_was_found(self, moves: Iterable[Move]) -> None:

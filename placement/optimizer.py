@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from placement.errors import ForeignOptimizer
 from placement.owners import Owner
-from placement.tensors import Holding, Kind, tensors_in
+from placement.tensors import Holding, Kind, carried_along, is_ordinary, tensors_in
 from placement.torch_private import scaler_tensors
 
 
@@ -31,15 +32,15 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Opti
         seen.add(id(found))
         if isinstance(found, torch.optim.Optimizer):
             yield found
-            waiting += [value for name, value in vars(found).items() if name not in _NO_WRAPPED]
+            waiting += [value for name, value in vars(found).items() if name not in _OF_TORCH]
         elif isinstance(found, Mapping):
             waiting += found.values()
         elif isinstance(found, (list, tuple)):
             waiting += found
 
 
-_NO_WRAPPED = frozenset({"state", "param_groups"})
-"""Attributes of an optimizer that hold no other, and may be large."""
+_OF_TORCH = frozenset({"state", "param_groups", "defaults"})
+"""Attributes that every optimizer has. They hold no other optimizer, and may be large."""
 
 
 def require_own_parameters(
@@ -77,20 +78,68 @@ def holdings_of(
     scaler: torch.amp.GradScaler | None = None,
 ) -> Iterator[Holding]:
     """Everything that a module, its optimizer and its gradient scaler hold."""
-    yield from owner.holdings()
+    yield from _with_what_they_carry(owner.holdings(), owner.module)
     if optimizer is not None:
-        yield from _each_once(_state_of_all(optimizer, owner.parameters()))
+        state = _each_once(_state_of_all(optimizer, owner.parameters()))
+        yield from _with_what_they_carry(state)
     if scaler is not None:
         # Its tensors are used with the optimizer, and live with its state.
         for name, tensor in scaler_tensors(scaler).items():
             yield Holding("gradient scaler", Kind.OPTIMIZER, tensor, f"/{name}")
 
 
+def _with_what_they_carry(
+    holdings: Iterable[Holding], module: nn.Module | None = None
+) -> Iterator[Holding]:
+    """``holdings``, each followed by the tensors that a subclass carries; in the end those that the
+    layers of such weights keep, unregistered, in attributes of their own."""
+    held: set[int] = set()
+    weights: dict[int, Holding] = {}
+    for holding in holdings:
+        yield holding
+        held.add(id(holding.tensor))
+        if is_ordinary(holding.tensor):
+            continue
+        yield from _not_held_yet(carried_along(holding.tensor), holding, held)
+        if not isinstance(holding.tensor, DTensor):
+            weights.setdefault(id(holding.tensor), holding)
+    if module is None or not weights:
+        return
+    for layer in module.modules():
+        for registered in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+            if (weight := weights.get(id(registered))) is not None:
+                # bitsandbytes' Linear8bitLt takes the scale from its weight into its ``state``.
+                kept = tensors_in(vars(layer), " (its layer)")
+                yield from _not_held_yet(kept, weight, held)
+
+
+def _not_held_yet(
+    found: Iterable[tuple[str, torch.Tensor]], weight: Holding, held: set[int]
+) -> Iterator[Holding]:
+    """Those of ``found`` that nobody holds, as parts of ``weight``."""
+    for path, tensor in found:
+        if id(tensor) not in held:
+            held.add(id(tensor))
+            yield Holding(weight.of, weight.kind, tensor, weight.detail + path)
+
+
 def _state_of_all(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[Holding]:
+    own = {id(parameter) for parameter in parameters.values()}
     for one in optimizers_in(optimizer):
-        yield from _optimizer_holdings(one, parameters)
+        for holding in [*_optimizer_holdings(one, parameters), *_attributes(one)]:
+            if id(holding.tensor) not in own:  # an entry that is a parameter moves as one
+                yield holding
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+    """What a class of optimizer keeps beside the state: slow weights, a buffer of its own."""
+    for name, value in vars(optimizer).items():
+        if name not in _OF_TORCH and isinstance(value, (torch.Tensor, list, tuple, dict)):
+            for path, tensor in tensors_in(value, f"/{name}"):
+                on_host = tensor.ndim == 0
+                yield Holding("(optimizer)", Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
 
 
 def _each_once(holdings: Iterable[Holding]) -> Iterator[Holding]:

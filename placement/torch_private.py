@@ -41,6 +41,7 @@ __all__ = [
     "inner_tensors",
     "make_reducer",
     "module_apply",
+    "negated_view",
     "rewrap",
     "scaler_tensors",
     "set_module_apply",
@@ -126,6 +127,13 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
     shards are such views (``narrow`` of the padded shard, ``FSDPParam._init_sharded_param``).
     """
     return tensor._base
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A lazy view of ``tensor`` that reads each value with the other sign, as ``x.conj().imag``
+    does: ``torch._neg_view``, the counterpart of ``Tensor.conj()``, which is public."""
+    view: torch.Tensor = torch._neg_view(tensor)
+    return view
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -22,13 +22,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from placement.census import Site
 from placement.device import free_bytes
 from placement.errors import CannotMove, NotEnoughMemory
 from placement.states import Component
-from placement.tensors import carried_along, has_storage, parts, same_device
-from placement.torch_private import inner_tensors, rewrap, storage_address, view_base
+from placement.tensors import has_its_bytes, has_storage, parts, same_device
+from placement.torch_private import (
+    inner_tensors,
+    negated_view,
+    rewrap,
+    storage_address,
+    view_base,
+)
 
 
 @dataclass
@@ -99,7 +106,8 @@ class Transfer:
 
     Raises:
         CannotMove: a tensor could not come back as it was (it is sparse or meta, or it shares
-            its storage with one that stays).
+            its storage with one that stays). A wrapper that does not let itself be pointed at
+            other parts is found out when it is staged.
         NotEnoughMemory: the target has less room than the move needs.
     """
 
@@ -156,6 +164,7 @@ class Transfer:
         if inner := inner_tensors(tensor):
             twins = {name: self._stage_tensor(value, move, part) for name, value in inner.items()}
             twin = rewrap(tensor, twins)
+            self._rehearse(tensor, inner, twin, move)
         else:
             if (base := view_base(tensor)) is not None:
                 # Autograd keeps the base alive; if it stayed behind, so would the bytes.
@@ -166,9 +175,29 @@ class Transfer:
                 part.sources[key] = (move.site.name, copy.nbytes())
             twin = torch.empty(0, dtype=tensor.dtype, device=move.target)
             twin.set_(self._copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+            # Both are notes on how the bytes are to be read, which a lazy view of torch's carries.
+            twin = twin.conj() if tensor.is_conj() else twin
+            twin = negated_view(twin) if tensor.is_neg() else twin
         self._twins[id(tensor)] = twin
         part.swaps.append(_Swap(tensor, twin))
         return twin
+
+    def _rehearse(
+        self, tensor: torch.Tensor, inner: dict[str, torch.Tensor], twin: torch.Tensor, move: Move
+    ) -> None:
+        """Try on a stand-in what a commit will do with a wrapper of somebody's."""
+        if isinstance(tensor, DTensor):
+            return
+        try:
+            rewrap(tensor, inner).data = twin
+        except RuntimeError as error:
+            raise CannotMove(
+                asked=self._asked,
+                state=f"{type(tensor).__name__} does not let itself be pointed at other tensors",
+                why=f"a commit would tear the module; torch says: {str(error).splitlines()[0]}",
+                tensors=[str(move.site)],
+                instead="declare it with stays=, or keep its parts as parameters and buffers",
+            ) from error
 
     def commit(self, component: Component) -> None:
         """Point the tensors of ``component`` at their copies.
@@ -198,32 +227,17 @@ class Transfer:
         stuck = [
             str(site)
             for site, _, _ in self._moves
-            if not all(has_storage(part) for part in parts(site.holding.tensor))
+            if not all(has_its_bytes(part) for part in parts(site.holding.tensor))
         ]
         if stuck:
             raise CannotMove(
                 asked=self._asked,
-                state=f"{len(stuck)} of the tensors have no storage of their own",
-                why="a meta tensor has no bytes, and a sparse one has several blocks of them: "
-                "neither would come back as it was",
+                state=f"{len(stuck)} of the tensors have no one storage with their bytes",
+                why="a meta, lazy or freed tensor has no bytes, a sparse or nested one has several "
+                "blocks of them, a qint8 one and an opaque wrapper have some elsewhere: none would "
+                "come back as it was",
                 tensors=stuck,
                 instead="materialise it first, or declare it with stays=",
-            )
-
-        carriers = [
-            f"{move.site} carries {', '.join(names)}"
-            for move in self._moves
-            for part in parts(move.site.holding.tensor)
-            if (names := carried_along(part))
-        ]
-        if carriers:
-            raise CannotMove(
-                asked=self._asked,
-                state=f"{len(carriers)} tensors of a subclass carry tensors unknown to torch",
-                why="they would stay behind, on another device than the tensor that they belong to",
-                tensors=carriers,
-                instead="give the subclass __tensor_flatten__ and __tensor_unflatten__, or declare "
-                "it with stays=",
             )
 
     def _refuse_to_split(self, staying: Sequence[Site]) -> None:

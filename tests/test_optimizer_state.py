@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from models import Whereabouts, assert_equal, normed, normed_batch, normed_loss, values, whereabouts
 from torch import nn
 
-from placement import Component, ForeignOptimizer, Placement, PlacementManager, ScatteredModule
+from placement import (
+    CannotMove,
+    Component,
+    ForeignOptimizer,
+    Placement,
+    PlacementManager,
+    ScatteredModule,
+)
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -143,3 +151,79 @@ def test_a_wrapped_optimizer_over_foreign_parameters_is_refused(one_rank: str) -
     module = normed().to(one_rank)
     with pytest.raises(ForeignOptimizer, match="SGD, group 0, parameter 0"):
         PlacementManager(module, Wrapper(module))
+
+
+class SlowWeights(torch.optim.SGD):
+    """In the manner of Lookahead: keeps a second copy of each parameter in an attribute, and points
+    at the parameters from its state."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        parameters = self.param_groups[0]["params"]
+        self.slow = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            self.state[parameter]["of"] = parameter
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for slow, parameter in zip(self.slow, self.param_groups[0]["params"]):
+            slow.lerp_(parameter, 0.5)
+            parameter.copy_(slow)
+
+
+def test_what_an_optimizer_keeps_beside_its_state_moves_with_it(one_rank: str) -> None:
+    module, twin = normed().to(one_rank), normed()
+    optimizer, twin_optimizer = SlowWeights(module.parameters()), SlowWeights(twin.parameters())
+    manager = PlacementManager(module, optimizer, verify="always")
+    for number in range(3):
+        with manager.training():
+            step(module, optimizer, number)
+        step(twin, twin_optimizer, number)
+        manager.offload()
+        assert {slow.device.type for slow in optimizer.slow} == {"cpu"}
+        if number:
+            manager.onload()
+    for slow, expected in zip(optimizer.slow, twin_optimizer.slow):
+        assert slow.device.type == one_rank
+        assert torch.equal(slow.cpu(), expected)
+
+
+def test_a_parameter_that_the_state_points_at_moves_with_the_module_alone(one_rank: str) -> None:
+    module = normed()
+    optimizer = SlowWeights(module.parameters())
+    manager = PlacementManager(module, optimizer, verify="always")
+    with manager.evaluating():
+        assert module.second.weight.device.type == one_rank
+        assert optimizer.state[module.second.weight]["of"] is module.second.weight
+        assert {slow.device.type for slow in optimizer.slow} == {"cpu"}
+    assert module.second.weight.device.type == "cpu"
+
+
+def test_state_in_the_memory_of_a_parameter_stays_in_it(one_rank: str) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight]["view"] = module.weight.detach().view(-1)
+    manager = PlacementManager(module, optimizer)
+    with pytest.raises(CannotMove, match="share their storage"):
+        manager.evaluating().__enter__()  # the module alone
+    manager.onload()
+    view = optimizer.state[module.weight]["view"]
+    assert view.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
+    assert view.device.type == one_rank
+
+
+@dataclass
+class Moments:
+    """State as an object instead of a dict."""
+
+    first: torch.Tensor
+
+
+def test_state_in_an_object_is_found_and_moved(one_rank: str) -> None:
+    module = nn.Linear(2, 2).to(one_rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight]["moments"] = Moments(torch.ones(2, device=one_rank))
+    manager = PlacementManager(module, optimizer)
+    manager.offload()
+    assert optimizer.state[module.weight]["moments"].first.device.type == "cpu"

@@ -247,8 +247,8 @@ def an_idle_context_moves_nothing(patch: Patch) -> None:
 
 
 @guard
-def subclasses_that_carry_tensors_are_refused(patch: Patch) -> None:
-    patch.setattr(transfer, "carried_along", lambda part: [])
+def tensors_that_subclasses_carry_are_held_with_them(patch: Patch) -> None:
+    patch.setattr(optimizer, "carried_along", lambda tensor: [])
 
 
 @guard

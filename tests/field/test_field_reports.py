@@ -27,7 +27,6 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from engine import Offload
 from placement import (
-    CannotMove,
     ContradictoryOptions,
     ForeignOptimizer,
     IllegalTransition,
@@ -361,16 +360,20 @@ class Scaled(torch.Tensor):
     """A weight whose scale is an ordinary attribute, as quantized weights have."""
 
 
-@field_report("P02", guard="subclasses that carry tensors are refused")
-def test_a_scale_that_would_stay_behind_is_refused_by_name(one_rank: str) -> None:
+@field_report("P02", guard="tensors that subclasses carry are held with them")
+def test_the_scale_of_a_quantized_weight_moves_with_it(one_rank: str) -> None:
     weight = torch.ones(2, 2, device=one_rank).as_subclass(Scaled)
-    weight.scale = torch.ones(2, device=one_rank)
+    weight.scale = torch.full((2,), 3.0, device=one_rank)
+    scale = weight.scale
     module = nn.Module()
     module.register_buffer("weight", weight)
     module.plain = nn.Parameter(torch.ones(2, device=one_rank))
     manager = PlacementManager(module)
-    with pytest.raises(CannotMove, match=r"weight \(buffer\) on \w+:0 carries scale"):
-        manager.offload()
+    manager.offload()
+    assert module.weight.device.type == scale.device.type == "cpu"
+    assert module.weight.scale is scale
+    assert torch.equal(scale, torch.full((2,), 3.0))
+    manager.onload()
     assert module.weight.device == module.weight.scale.device == module.plain.device
 
 
