@@ -92,7 +92,7 @@ class IllegalTransition(PlacementError, MachineError):
 
 
 class AlreadyManaged(PlacementError):
-    """Another manager that is alive manages the module or a part of it."""
+    """Another manager that is alive manages the module, a part of it, or memory that it shares."""
 
 
 class Detached(PlacementError):

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from placement.agreement import Agreement
 from placement.census import Census
+from placement.claims import Claim
 from placement.errors import (
     AlreadyManaged,
     ContradictoryOptions,
@@ -92,6 +93,7 @@ class PlacementManager:
     but not to move: the manager puts them on the compute device when it adopts the module.
 
     Raises:
+        AlreadyManaged: another manager has the module, a part of it, or memory that it shares.
         NoAccelerator: there is no compute device.
         NothingToPlace: the module has no parameters.
         OwnershipUnclear: who may move the module can't be told.
@@ -131,7 +133,9 @@ class PlacementManager:
         self._detached = False
         self._leases = Leases()
         self._journal = Journal(self.trace, self._record, self._leases)
-        self._mover = Mover(self._record, self._journal)
+        self._claim = Claim(self._record)
+        self._claim.refuse_shared("adopting the module", self._record.census())
+        self._mover = Mover(self._record, self._claim, self._journal)
         self._watch = ForeignWatch(self._record, self._journal)
         try:
             watch(module, self._watch)
@@ -143,6 +147,7 @@ class PlacementManager:
                 instead="use the manager that is there, or detach() it first",
             ) from None
         self._use_guard = UseGuard(self._record, self._journal)
+        self._claim.stake()
         self._verify_always = _verify(verify) == "always"
         self._adopt_on_drift = _one_of("on_drift", on_drift, ("raise", "adopt")) == "adopt"
         self._agreement = Agreement(deadline)
@@ -215,6 +220,7 @@ class PlacementManager:
             self._leases.refuse_move(component, "detach()")
         unwatch(self._watch)
         self._use_guard.remove()
+        self._claim.release()
         self._detached = True
 
     def recover(self) -> None:
@@ -248,6 +254,7 @@ class PlacementManager:
             PlacementDrift: the tensors are not where the record says.
             NotEnoughMemory: they would not fit.
             CannotMove: one of them could not come back as it was.
+            AlreadyManaged: since its adoption it came to share memory with another's module.
         """
         self._move_by_hand(Trigger.ONLOAD, self._included(include))
 

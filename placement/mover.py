@@ -16,6 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from placement.census import Census, Site
+from placement.claims import Claim
 from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
 from placement.interrupts import interrupts_held_back
@@ -32,10 +33,11 @@ _LOG = logging.getLogger("placement")
 
 
 class Mover:
-    """Moves what a record is of, and keeps the record true."""
+    """Moves what a record is of, as far as it has a claim to it, and keeps the record true."""
 
-    def __init__(self, record: Record, journal: Journal) -> None:
+    def __init__(self, record: Record, claim: Claim, journal: Journal) -> None:
         self._record = record
+        self._claim = claim
         self._journal = journal
         # Step counters that an offload took off the device, so that an onload takes back just
         # those. By name, since a load replaces the tensors.
@@ -65,6 +67,7 @@ class Mover:
         for component, trigger in triggers.items():
             if not self._record.machines[component].may(trigger):
                 raise self._record.machines[component].refusal(trigger)
+        self._claim.refuse_shared(asked, census)
         self._record.owner.settle()
         moves = [
             self._move(site, target)
