@@ -525,6 +525,8 @@ class PlacementManager:
             try:
                 if self._watch.unchecked:
                     self._record.check(asked)
+                if lease.operation is Operation.EVALUATE:
+                    self.owner.evaluated()
                 self._put_back(self._leases.owed(lease), asked)
             finally:
                 self._leases.end(lease)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import adam
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,3 +132,48 @@ def test_a_compiled_module_trains_as_if_untouched_and_is_compiled_once(
         with manager.training():
             assert step(module, optimizer, number, device) == pytest.approx(expected, rel=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled == 1
+
+
+# An evaluation in the middle of a training step.
+
+
+def evaluated(module: nn.Module, manager: PlacementManager, device: torch.device) -> None:
+    with manager.evaluating(), torch.no_grad():
+        module(torch.ones(2, 6, device=device))
+
+
+def train_with_evaluations(shard: Shard, after: tuple[str, ...]) -> list[float]:
+    """Losses of three steps, with an evaluation after each of the phases named."""
+    device = find_compute_device()
+    module = shard(layers().to(device), device.type)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    manager = PlacementManager(module, optimizer, verify="always")
+    losses = []
+    for number in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(device)
+        with manager.training():
+            loss = module(x).square().mean()
+            if "forward" in after:
+                evaluated(module, manager, device)
+            loss.backward()
+            if "backward" in after:
+                evaluated(module, manager, device)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def two_groups(module: nn.Sequential, device: str) -> nn.Module:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    fully_shard(module[0], mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_evaluation_between_backward_and_step_leaves_no_stale_weights(
+    ranks: Callable[[int], Ranks], count: int
+) -> None:
+    expected = ranks(count).run(train_with_evaluations, two_groups, ())
+    for after in (("backward",), ("forward",), ("forward", "backward")):
+        assert ranks(count).run(train_with_evaluations, two_groups, after) == expected

@@ -79,6 +79,9 @@ class Owner(abc.ABC):
             ContradictoryOptions: a collective of the training step would fail.
         """
 
+    def evaluated(self) -> None:  # noqa: B027  (most kinds need nothing)
+        """Let go of copies of the parameters that an evaluation made and a later one would use."""
+
     def abandon(self) -> None:  # noqa: B027  (most kinds need nothing)
         """Come to rest after an exception broke off a forward or backward pass.
 

@@ -150,8 +150,18 @@ class FSDP2Module(Owner):
                     # The reset leaves them, and the next backward pass would add to them.
                     parameter.drop_unreduced_gradients()
 
+    def evaluated(self) -> None:
+        # FSDP2 leaves the root's parameters gathered after a forward pass, for the backward pass
+        # that is to come (reshard_after_forward in _fully_shard.py). None comes, and after the next
+        # optimizer step every pass would compute with what was gathered before it.
+        if all(group.busy is None for group in self._groups):
+            self._reshard()
+
     def settle(self) -> None:
         refuse_while_busy(self.name, (group.busy for group in self._groups))
+        self._reshard()
+
+    def _reshard(self) -> None:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
