@@ -342,8 +342,11 @@ class FlatHandle:
         return None if phase.name == "IDLE" else str(phase.name)
 
     def reshard(self) -> None:
-        """Free the gathered parameter, if it is there."""
-        if self.state.uses_sharded_strategy and not self.state.is_sharded(self.parameter):
+        """Free the gathered parameter, if it is there, in use or kept for a backward pass."""
+        if not self.state.uses_sharded_strategy:
+            return
+        kept = hasattr(self.parameter, "_full_param_padded") and not self.state.needs_unshard()
+        if kept or not self.state.is_sharded(self.parameter):
             self.state.reshard(True)
             self.state.post_reshard()
 

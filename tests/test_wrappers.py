@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import adam
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -170,10 +170,15 @@ def two_groups(module: nn.Sequential, device: str) -> nn.Module:
     return fully_shard(module, mesh=mesh)
 
 
+def old_fsdp(module: nn.Sequential, device: str) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device(device), use_orig_params=True)
+
+
+@pytest.mark.parametrize("shard", [two_groups, old_fsdp])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_evaluation_between_backward_and_step_leaves_no_stale_weights(
-    ranks: Callable[[int], Ranks], count: int
+    ranks: Callable[[int], Ranks], count: int, shard: Shard
 ) -> None:
-    expected = ranks(count).run(train_with_evaluations, two_groups, ())
+    expected = ranks(count).run(train_with_evaluations, shard, ())
     for after in (("backward",), ("forward",), ("forward", "backward")):
-        assert ranks(count).run(train_with_evaluations, two_groups, after) == expected
+        assert ranks(count).run(train_with_evaluations, shard, after) == expected

@@ -81,7 +81,16 @@ class FSDP1Module(Owner):
     def fingerprint(self) -> Hashable:
         return tuple(id(handle.state) for handle in self._handles)
 
+    def evaluated(self) -> None:
+        # As FSDP2, FSDP1 keeps the root's parameters gathered for a backward pass, and would
+        # compute with them after the optimizer has changed the shards.
+        if all(handle.busy is None for handle in self._handles):
+            self._reshard()
+
     def settle(self) -> None:
         refuse_while_busy(self.name, (handle.busy for handle in self._handles))
+        self._reshard()
+
+    def _reshard(self) -> None:
         for handle in self._handles:
             handle.reshard()
