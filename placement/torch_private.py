@@ -313,6 +313,20 @@ class FlatHandle:
         for group in (flat._params or (), flat._shared_params or ()):
             for index, original in enumerate(group):
                 yield f" (view {index})", original
+        for name, view in self._views_of_the_last_pass:
+            # Where nothing is sharded they are not freed after a pass, and keep its bytes alive.
+            if storage_address(view) == storage_address(flat):
+                yield f" (last view {name})", view
+
+    @property
+    def _views_of_the_last_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a pass computed with: kept for its backward pass with ``use_orig_params``, else
+        registered as plain attributes."""
+        flat: Any = self.parameter
+        kept = flat._tensors or [getattr(m, name) for name, m, _ in flat._param_infos]
+        for (name, _, _), view in zip(flat._param_infos, kept):
+            if view is not None:
+                yield name, view
 
     @property
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

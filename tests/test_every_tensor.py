@@ -221,7 +221,9 @@ def cases(draw: st.DrawFn) -> Case:
         found_on_device=not by_hand or draw(st.booleans()),
         rest=None
         if managed
-        else draw(st.sampled_from([None, Placement.CPU_MANUAL, Placement.GPU])),
+        else draw(
+            st.sampled_from([None, Placement.CPU_MANUAL, Placement.CPU_MANUAL, Placement.GPU])
+        ),
     )
 
 
@@ -588,7 +590,7 @@ STEPS = st.sampled_from(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(case=cases(), steps=st.lists(STEPS, min_size=1, max_size=5))
+@given(case=cases(), steps=st.lists(STEPS, min_size=1, max_size=8))
 def test_every_tensor_is_as_the_twin_has_it(
     one_rank: str, case: Case, steps: list[Callable[[History], None]]
 ) -> None:

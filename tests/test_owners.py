@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,6 +127,41 @@ def test_fsdp1_on_two_ranks(
     two_ranks: Ranks, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     two_ranks.run(fsdp1_whole_lifecycle, use_orig_params, strategy)
+
+
+def bytes_left_after_an_offload(use_orig_params: bool, strategy: ShardingStrategy) -> list[int]:
+    """On the device, before a module's first pass, after a step, and after an evaluation."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    module = fsdp1(use_orig_params, strategy)
+    batch = [x.to(find_compute_device()) for x in normed_batch()]
+    optimizer = adam(module.parameters())
+    manager, left = PlacementManager(module, optimizer), []
+
+    def offload() -> None:
+        manager.offload()
+        gc.collect()
+        left.append(torch.accelerator.memory_allocated() - before)
+
+    before += sum(x.nbytes for x in batch)
+    offload()
+    with manager.training():
+        normed_loss(module, batch).backward()
+        optimizer.step()
+    offload()
+    with manager.evaluating(), torch.no_grad():
+        normed_loss(module, batch)
+    offload()
+    return left
+
+
+@pytest.mark.parametrize(("use_orig_params", "strategy"), LIFECYCLES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_an_offload_fsdp1_keeps_nothing_on_the_device(
+    ranks: Callable[[int], Ranks], count: int, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    left = ranks(count).run(bytes_left_after_an_offload, use_orig_params, strategy)
+    assert left == [[0, 0, 0]] * count
 
 
 def test_fsdp1_that_offloads_itself_is_refused(one_rank: str) -> None:

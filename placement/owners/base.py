@@ -27,8 +27,8 @@ class Owner(abc.ABC):
     """What errors and traces call this kind."""
 
     stages: ClassVar[Mapping[Operation, frozenset[Component]]] = {}
-    """What this kind needs on the compute device for an operation that only reads or writes
-    values (FSDP1's state dicts gather there)."""
+    """What this kind needs on the compute device for an operation beyond what any module does
+    (FSDP1's state dicts gather there)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

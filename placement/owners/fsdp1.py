@@ -36,6 +36,7 @@ class FSDP1Module(Owner):
         Operation.SAVE: frozenset(Component),
         Operation.LOAD: frozenset(Component),
         Operation.EXPORT: MODEL,
+        Operation.EVALUATE: MODEL,  # a pass points gradients at the flat one, beside parameters
     }
 
     def __init__(self, module: nn.Module, handles: list[FlatHandle]) -> None:
