@@ -25,6 +25,7 @@ from placement import (
 )
 from placement import transfer as transfers
 from placement.agreement import Agreement
+from placement.claims import Claim
 from placement.leases import Leases
 from placement.mover import Mover
 from placement.owners import fsdp1, fsdp2
@@ -121,6 +122,7 @@ def a_trigger_out_of_order_is_refused(patch: Patch) -> None:
 @guard
 def a_module_has_one_manager(patch: Patch) -> None:
     patch.setattr(manager, "watch", nothing)
+    patch.setattr(Claim, "refuse_shared", nothing)  # which would refuse it, too
 
 
 @guard
