@@ -355,6 +355,13 @@ class FlatHandle:
         phase = self.state._training_state
         return None if phase.name == "IDLE" else str(phase.name)
 
+    def forget_accumulator(self) -> None:
+        """Let FSDP1 hook into autograd anew in the next pass. It does so once a backward pass, and
+        goes by ``_post_backward_hook_state`` whether it has (``_register_post_backward_hook``)."""
+        if hasattr(self.parameter, "_post_backward_hook_state"):
+            self.parameter._post_backward_hook_state[-1].remove()
+            del self.parameter._post_backward_hook_state
+
     def reshard(self) -> None:
         """Free the gathered parameter, if it is there, in use or kept for a backward pass."""
         if not self.state.uses_sharded_strategy:

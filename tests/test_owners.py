@@ -129,6 +129,31 @@ def test_fsdp1_on_two_ranks(
     two_ranks.run(fsdp1_whole_lifecycle, use_orig_params, strategy)
 
 
+def fsdp1_trains_after_a_pass_without_backward(
+    use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    """Each rank on its own data, so that only averaged gradients agree."""
+    untouched, module = fsdp1(use_orig_params, strategy), fsdp1(use_orig_params, strategy)
+    untouched_optimizer, optimizer = adam(untouched.parameters()), adam(module.parameters())
+    manager = PlacementManager(module, optimizer, rest=Placement.CPU_MANUAL)
+    for step in range(2):
+        with manager.evaluating():  # and autograd is on
+            train_loss = normed_loss(module, [x.to(manager.device) for x in normed_batch(9)])
+        del train_loss
+        normed_loss(untouched, [x.to(manager.device) for x in normed_batch(9)])
+        expected = train(untouched, untouched_optimizer, 10 * dist.get_rank() + step)
+        with manager.training():
+            assert train(module, optimizer, 10 * dist.get_rank() + step) == expected
+
+
+@pytest.mark.parametrize(("use_orig_params", "strategy"), LIFECYCLES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_fsdp1_still_reduces_gradients_after_a_pass_without_backward_and_a_move(
+    ranks: Callable[[int], Ranks], count: int, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    ranks(count).run(fsdp1_trains_after_a_pass_without_backward, use_orig_params, strategy)
+
+
 def bytes_left_after_an_offload(use_orig_params: bool, strategy: ShardingStrategy) -> list[int]:
     """On the device, before a module's first pass, after a step, and after an evaluation."""
     gc.collect()

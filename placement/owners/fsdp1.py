@@ -23,7 +23,7 @@ from placement.owners.base import (
     refuse_while_busy,
     registered_parameters,
 )
-from placement.states import MODEL, Component, Operation
+from placement.states import MODEL, Component, Operation, Placement
 from placement.tensors import Holding, Kind
 from placement.torch_private import FlatHandle, flat_handles
 
@@ -87,6 +87,12 @@ class FSDP1Module(Owner):
         # compute with them after the optimizer has changed the shards.
         if all(handle.busy is None for handle in self._handles):
             self._reshard()
+
+    def moved(self, placement: Placement) -> None:
+        # torch dropped the accumulator that FSDP1's hook was on, see ddp.py. Where a forward pass
+        # had no backward pass, FSDP1 takes the hook to be there still, and reduces no gradient.
+        for handle in self._handles:
+            handle.forget_accumulator()
 
     def settle(self) -> None:
         refuse_while_busy(self.name, (handle.busy for handle in self._handles))
