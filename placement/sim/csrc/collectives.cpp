@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
+#include <thread>
 
 namespace sim {
 namespace {
@@ -75,6 +76,15 @@ Tensors aliases_of(const Tensors& tensors) {
     aliases.push_back(alias_of(tensor));
   }
   return aliases;
+}
+
+// Wait until gloo is done, and until its thread has let go of the tensors, which it does a moment
+// later: the device's memory would be counted as allocated meanwhile, now and then.
+void finish_and_release(const WorkPtr& gloo_work) {
+  gloo_work->wait();
+  while (gloo_work.use_count() > 1) {
+    std::this_thread::yield();
+  }
 }
 
 TensorLists aliases_of(const TensorLists& lists) {
@@ -292,7 +302,7 @@ class SimCcl final : public c10d::Backend {
   }
 
   static WorkPtr finish(OpType type, const WorkPtr& gloo_work, Tensors results) {
-    gloo_work->wait();
+    finish_and_release(gloo_work);
     return c10::make_intrusive<CompletedWork>(type, std::move(results));
   }
 
@@ -315,7 +325,7 @@ class SimCcl final : public c10d::Backend {
     if (factor) {
       op = c10d::ReduceOp::SUM;
     }
-    run()->wait();
+    finish_and_release(run());
     if (factor) {
       for (const auto& alias : result_aliases) {
         alias.mul_(*factor);
