@@ -10,7 +10,9 @@ A meeting. Each rank sets a key with its claim (what it is about to do, in which
 itself in. The last to arrive compares the claims and settles the verdict; the others wait for it. A
 rank whose deadline passes settles the verdict instead, that ranks were lost, and so does a rank
 that is interrupted, for the meeting that comes next. After the body each rank claims how it went:
-those whose body failed come, too, and raise their own error after it. The verdict is set once, by
+those whose body failed come, too, and raise their own error after it. A rank whose body is a
+generator that was dropped claims that, and doesn't wait: if all dropped it they are still in step,
+and it hears of the verdict before its next operation. The verdict is set once, by
 compare-and-set, and everybody believes it: no rank goes on alone because its news came in the
 moment the others gave up, and one that was stopped, and wakes up after the others left, learns that
 they did.
@@ -74,7 +76,7 @@ _STORE_ANSWERS_WITHIN = 1.0
 """Seconds beyond a deadline that the store may take to answer. Its server may be part of a rank
 that is stopped, and then an operation waits for ever, whatever its timeout."""
 
-_OUTCOME, _WENT_WELL = "outcome", "it went well"
+_OUTCOME, _WENT_WELL, _DROPPED = "outcome", "it went well", "its consumer dropped it"
 """What ranks claim at the meeting after the body."""
 
 _FIRST_LOOK, _LAST_LOOK, _LOOK_PER_RANK = 100e-6, 20e-3, 50e-6
@@ -152,6 +154,7 @@ class Agreement:
             dist.get_world_size(),
             self.deadline,
         )
+        here.end_what_was_dropped()
         here.refuse_if_poisoned(operation)
         claim = {
             "operation": operation,
@@ -171,6 +174,9 @@ class Agreement:
                 yield
         except Exception as error:
             here.meet_after_failure(operation, error)
+            raise
+        except GeneratorExit:
+            here.leave_dropped(operation)
             raise
         except BaseException as interrupt:
             here.tell(operation, interrupt)
@@ -253,15 +259,56 @@ class _Rank:
             self.group.poisoned = _failures(operation, said[_OUTCOME])
             _add_note(error, f"On all ranks: {self.group.poisoned}.")
 
-    def _met(self, operation: str, claim: Mapping[str, str], more: float = 0.0) -> _Verdict:
+    def leave_dropped(self, operation: str) -> None:
+        """Claim that the body was dropped, which may happen wherever Python collects a generator,
+        and wait for nobody."""
+        if self.group.poisoned is not None:
+            return
+        number = next(self.group.meetings)
+        claim = self._end(operation, _DROPPED)
+        try:
+            _in_time(
+                lambda _: self._meeting(number).come(claim),
+                min(self.deadline, _STORE_ANSWERS_WITHIN),
+            )
+        except (RuntimeError, TimeoutError) as error:
+            self.group.poisoned = f"rank {self.rank} dropped {operation}: {one_line(error)}"
+        else:
+            self.group.dropped = operation, number
+
+    def end_what_was_dropped(self) -> None:
+        """Wait for the verdict on a body that this rank dropped. It poisons the group unless all
+        dropped it.
+
+        Raises:
+            RankLost: not all of them came. The group is poisoned.
+        """
+        if self.group.dropped is not None:
+            (operation, number), self.group.dropped = self.group.dropped, None
+            if said := self._met(operation, None, number=number).said:
+                self.group.poisoned = _failures(operation, said[_OUTCOME])
+
+    def _met(
+        self,
+        operation: str,
+        claim: Mapping[str, str] | None,
+        more: float = 0.0,
+        number: int | None = None,
+    ) -> _Verdict:
         """Meet the others, waiting for ``more`` seconds beyond the deadline; the verdict, if all
         came.
+
+        Args:
+            operation: before or after which they meet.
+            claim: what this rank claims; None if it came to the meeting earlier.
+            more: seconds.
+            number: of the meeting, if it is not the next.
 
         Raises:
             RankLost: not all of them came, or one was interrupted. The group is poisoned.
         """
         until = time.monotonic() + self.deadline + more
-        number = next(self.group.meetings)
+        number = next(self.group.meetings) if number is None else number
 
         def attend(left: threading.Event) -> _Verdict:
             meeting = self._meeting(number)
@@ -370,6 +417,9 @@ class _Group:
     meetings: Iterator[int] = field(default_factory=itertools.count)
     finished: list[_Meeting] = field(default_factory=list)
     """Meetings that are over on this rank, but may not be on others."""
+    dropped: tuple[str, int] | None = None
+    """The operation that this rank dropped last and the number of the meeting after it, if the
+    verdict is still to be heard."""
     _prefix: str | None = None
 
     def prefix(self, store: dist.Store, size: int) -> str:
@@ -427,13 +477,21 @@ class _Meeting:
     rank: int
     size: int
 
-    def attend(self, claim: Mapping[str, str], until: float, left: threading.Event) -> _Verdict:
-        """Come, and wait for the verdict until ``until``, in seconds of the monotonic clock, or
-        until ``left`` is set."""
-        began = time.monotonic()
+    def come(self, claim: Mapping[str, str]) -> _Verdict | None:
+        """Come; the verdict, if this rank is the last."""
         self.store.set(self._claim(self.rank), json.dumps(dict(claim)))
         if self.store.add(self._arrived, 1) == self.size:
             return self.settle(_compared(self._claims()))
+        return None
+
+    def attend(
+        self, claim: Mapping[str, str] | None, until: float, left: threading.Event
+    ) -> _Verdict:
+        """Come, unless ``claim`` is None, and wait for the verdict until ``until``, in seconds of
+        the monotonic clock, or until ``left`` is set."""
+        began = time.monotonic()
+        if claim is not None and (verdict := self.come(claim)) is not None:
+            return verdict
         pause, longest = _FIRST_LOOK, max(_LAST_LOOK, _LOOK_PER_RANK * self.size)
         while not self.store.check([self._verdict]):
             # The wait of a store is of no use here: FileStore's takes up to a second longer than
