@@ -179,9 +179,9 @@ class FSDPEngine:
     def export_weights(
         self, *, tied: Literal["once", "both"] = "once"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in full, one at a time, for a rollout engine; see
-        :meth:`placement.PlacementManager.export`."""
-        return self.manager.export(tied=tied)
+        """The weights in full, one after the other, for a rollout engine; see
+        :meth:`placement.PlacementManager.export_weights`."""
+        return self.manager.export_weights(tied=tied)
 
     def _state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.module, self.optimizer)

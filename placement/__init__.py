@@ -17,9 +17,12 @@ if TYPE_CHECKING:
         CannotMove,
         ContradictoryOptions,
         Detached,
+        ExportFailed,
         ForeignOptimizer,
+        ForeignSnapshot,
         GroupPoisoned,
         IllegalTransition,
+        MissingPackage,
         NoAccelerator,
         NotEnoughMemory,
         NothingToPlace,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         RanksDisagree,
         ScatteredModule,
         TornPlacement,
+        UnsupportedAdapter,
     )
     from placement.explain import Explanation, Finding, explain
     from placement.leftovers import Leftover
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     )
     from placement.tensors import Holding, Kind
     from placement.trace import Event, EventKind, Outcome, Trace
+    from placement.weights import Shard, Snapshot
 
 __version__ = "0.1.0"
 
@@ -68,7 +73,9 @@ _HOMES = {
     "EventKind": "placement.trace",
     "Explanation": "placement.explain",
     "Finding": "placement.explain",
+    "ExportFailed": "placement.errors",
     "ForeignOptimizer": "placement.errors",
+    "ForeignSnapshot": "placement.errors",
     "GroupPoisoned": "placement.errors",
     "Holding": "placement.tensors",
     "Illegal": "placement.states",
@@ -77,6 +84,7 @@ _HOMES = {
     "Kind": "placement.tensors",
     "Leftover": "placement.leftovers",
     "Legal": "placement.states",
+    "MissingPackage": "placement.errors",
     "Mode": "placement.states",
     "NoAccelerator": "placement.errors",
     "NotEnoughMemory": "placement.errors",
@@ -97,11 +105,14 @@ _HOMES = {
     "RankLost": "placement.errors",
     "RanksDisagree": "placement.errors",
     "ScatteredModule": "placement.errors",
+    "Shard": "placement.weights",
     "Site": "placement.census",
+    "Snapshot": "placement.weights",
     "TABLE": "placement.states",
     "TornPlacement": "placement.errors",
     "Trace": "placement.trace",
     "Trigger": "placement.states",
+    "UnsupportedAdapter": "placement.errors",
     "explain": "placement.explain",
     "find_compute_device": "placement.device",
     "materialising": "placement.materialise",
@@ -120,8 +131,10 @@ __all__ = [
     "Event",
     "EventKind",
     "Explanation",
+    "ExportFailed",
     "Finding",
     "ForeignOptimizer",
+    "ForeignSnapshot",
     "GroupPoisoned",
     "Holding",
     "Illegal",
@@ -130,6 +143,7 @@ __all__ = [
     "Kind",
     "Leftover",
     "Legal",
+    "MissingPackage",
     "Mode",
     "NoAccelerator",
     "NotEnoughMemory",
@@ -150,10 +164,13 @@ __all__ = [
     "RankLost",
     "RanksDisagree",
     "ScatteredModule",
+    "Shard",
     "Site",
+    "Snapshot",
     "TornPlacement",
     "Trace",
     "Trigger",
+    "UnsupportedAdapter",
     "explain",
     "find_compute_device",
     "materialising",

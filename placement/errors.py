@@ -188,3 +188,21 @@ class CannotMove(PlacementError):
 
 class NotEnoughMemory(PlacementError):
     """A move would not fit on its target device, known before its first copy."""
+
+
+class UnsupportedAdapter(PlacementError):
+    """An adapter can't be merged, or taken out, so that what comes out is what the module computes
+    with."""
+
+
+class ForeignSnapshot(PlacementError):
+    """A snapshot does not fit the module: it is of another one, or the module changed since."""
+
+
+class ExportFailed(PlacementError):
+    """The rank that writes the files could not. It is raised on all ranks, and what was at the
+    place before is there still."""
+
+
+class MissingPackage(PlacementError):
+    """An optional package is needed for this, and is not installed."""

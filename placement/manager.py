@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Literal
+from functools import partial
+from types import MappingProxyType
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +30,6 @@ from placement.errors import (
     PlacementDrift,
     PlacementError,
 )
-from placement.export import Tied, full_tensors
 from placement.foreign import AlreadyWatched, unwatch, watch
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
@@ -52,8 +53,29 @@ from placement.tensors import same_device
 from placement.trace import Trace, call_site, process_trace
 from placement.use import UseGuard
 from placement.watch import ForeignWatch
+from placement.weights import (
+    Adapters,
+    Names,
+    Shard,
+    Snapshot,
+    Tied,
+    Weight,
+    gathered,
+    planned,
+    restore,
+    shards_of,
+    take_snapshot,
+    write_adapter,
+    write_pretrained,
+)
 
 _LOG = logging.getLogger("placement")
+
+_Item = TypeVar("_Item")
+_NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
+
+_FILE_BUCKET_BYTES = 256 * 2**20
+"""Bytes of device memory for the weights that are gathered at once on their way into a file."""
 
 VERIFY_VARIABLE = "TORCH_PLACEMENT_VERIFY"
 """Environment variable: ``verify=`` for managers that are not told."""
@@ -379,51 +401,201 @@ class PlacementManager:
         it together; see :meth:`saving`."""
         return self._together(Operation.EXPORT, step)
 
-    def export(self, *, tied: Tied = "once") -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in full, on the compute device, one at a time, from every placement.
+    # Weights.
+
+    def export_weights(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 256 * 2**20,
+        names: Names | None = None,
+        tied: Tied = "once",
+        adapters: Adapters = "merged",
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in full, on the compute device, from every placement, for a rollout engine.
 
         A generator, consumed by all ranks in step. Its context is open from the first item to the
-        last, or until it is closed or collected; training and loading are refused meanwhile.
+        last, or until it is closed or collected; training and loading are refused meanwhile. The
+        module is read, never written or moved.
+
+        Device memory rises by at most ``bucket_bytes``, or by what the largest weight takes if that
+        is more: its own bytes, with the padding of uneven shards, where it is whole or sharded on
+        its first dimension alone; up to three times its bytes where it is sharded otherwise; for a
+        weight that LoRA adapts, twice the bytes of the adapter's product more. What the consumer
+        keeps comes on top.
 
         Args:
-            tied: whether a parameter under two names comes ``"once"``, under the first, or under
-                ``"both"``.
+            dtype: what floating-point weights are converted to; None leaves them.
+            bucket_bytes: the most bytes of device memory for the weights that are gathered at once.
+            names: how names are changed: a function of the name, or a mapping that leaves the names
+                which it does not have.
+            tied: whether a weight that is registered under two names comes ``"once"``, under the
+                first, or under ``"both"``.
+            adapters: of a peft model. ``"merged"``: the weights of the model that peft wrapped,
+                LoRA added to each gathered copy. ``"only"``: the active adapter alone, in peft's
+                names.
 
         Yields:
-            Name, as in the state dict but without the parts of wrappers, and tensor. The tensor is
-            the consumer's own.
+            Name and tensor. The name is as in the state dict, without the parts that wrappers
+            (DDP, FSDP1, ``torch.compile``, activation checkpointing, peft) put into it. The tensor
+            is the consumer's own: it shares its bytes with nothing.
+
+        Raises:
+            ContradictoryOptions: an option is not known, ``names`` does not fit, or there is no
+                adapter.
+            UnsupportedAdapter: the adapters can't be exported so.
+            PlacementDrift: the module was converted between two weights.
+            RanksDisagree, RankLost, GroupPoisoned: see :meth:`saving`.
         """
         _one_of("tied", tied, ("once", "both"))
-        with self.exporting():
-            lease = self._leases.innermost
-            assert lease is not None
+        _one_of("adapters", adapters, ("merged", "only"))
+        options = {"dtype": str(dtype), "bucket_bytes": str(bucket_bytes), "adapters": adapters}
+        with self._exporting_in_place(options | {"tied": tied}):
+            weights = planned(self.owner, names=names, tied=tied, adapters=adapters)
+            yield from self._gathered(weights, dtype, bucket_bytes)
 
-            def staged(nbytes: int) -> None:
-                lease.staged_bytes += nbytes
+    def export_shards(self, *, names: Names | None = None) -> Iterator[Shard]:
+        """This rank's part of each weight, where it rests, and where it belongs in the whole.
 
-            conversions = self._watch.conversions
-            for item in full_tensors(self.module, self.device, tied=tied, staged=staged):
-                yield item
-                if self._watch.conversions != conversions:
-                    raise PlacementDrift(
-                        asked="the next weight of an export",
-                        state=f"{self._watch.last_conversion} converted the module meanwhile",
-                        why="a conversion replaces tensors, and what is still to come would be of "
-                        "those that were replaced",
-                        instead="finish an export, or close it, before the module is converted",
-                    )
+        Nothing is gathered, moved or copied: a shard *shares its bytes with the module*, on
+        whatever device that rests. Its values are the export's until the context ends, which is
+        after the last item, or when the generator is closed; what is needed longer has to be
+        cloned. A generator, entered by all ranks together. Adapters come as peft keeps them.
+
+        Args:
+            names: as in :meth:`export_weights`.
+
+        Raises:
+            ContradictoryOptions: ``names`` does not fit the weights.
+            PlacementDrift: the module was converted between two shards.
+            RanksDisagree, RankLost, GroupPoisoned: see :meth:`saving`.
+        """
+        with self._exporting_in_place():
+            yield from self._unconverted(shards_of(self.owner, names=names))
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        names: Names | None = None,
+        adapters: Adapters = "merged",
+    ) -> None:
+        """Write the weights as ``transformers`` loads them, from every placement: safetensors files
+        with their index, the model's ``config.json`` and ``generation_config.json`` if it has
+        them. With ``adapters="only"`` write the active adapter as ``peft`` loads it.
+
+        Rank 0 writes; it holds the weights of one file in host memory at a time. Weights that are
+        tied are written once. The directory is built beside its place and renamed, so that an error
+        leaves what was there; other files in it (a tokenizer) are carried over.
+
+        Args:
+            directory: the place, on a disk that rank 0 sees.
+            dtype: what floating-point weights are converted to; None leaves them.
+            max_shard_bytes: the most bytes of weights in one file, unless a single weight has more.
+            names, adapters: as in :meth:`export_weights`.
+
+        Raises:
+            ExportFailed: rank 0 could not write. Raised on all ranks; they are still in step.
+            MissingPackage: safetensors or huggingface_hub is not installed.
+            ContradictoryOptions, UnsupportedAdapter, RanksDisagree, RankLost, GroupPoisoned: as
+                :meth:`export_weights`.
+        """
+        _one_of("adapters", adapters, ("merged", "only"))
+        options = {"dtype": str(dtype), "max_shard_bytes": str(max_shard_bytes)}
+        with self._exporting_in_place(options | {"adapters": adapters}):
+            weights = planned(self.owner, names=names, tied="once", adapters=adapters)
+            write = (
+                write_adapter
+                if adapters == "only"
+                else partial(write_pretrained, max_shard_bytes=max_shard_bytes)
+            )
+            gather = partial(self._gathered, dtype=dtype, bucket_bytes=_FILE_BUCKET_BYTES)
+            write(self.module, weights, directory, dtype=dtype, gather=gather)
+
+    def _exporting_in_place(
+        self, options: Mapping[str, str] = _NO_OPTIONS
+    ) -> AbstractContextManager[Mode]:
+        in_place = self.owner.weights_in_place
+        return self._together(Operation.EXPORT, options=options, in_place=in_place)
+
+    def _gathered(
+        self, weights: Sequence[Weight], dtype: torch.dtype | None, bucket_bytes: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        lease = self._leases.innermost
+        assert lease is not None
+
+        def staged(nbytes: int) -> None:
+            lease.staged_bytes += nbytes
+
+        return self._unconverted(
+            gathered(weights, self.device, dtype=dtype, bucket_bytes=bucket_bytes, staged=staged)
+        )
+
+    def _unconverted(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """``items``, as long as nobody converts the module."""
+        conversions = self._watch.conversions
+        for item in items:
+            yield item
+            del item
+            if self._watch.conversions != conversions:
+                raise PlacementDrift(
+                    asked="the next weight of an export",
+                    state=f"{self._watch.last_conversion} converted the module meanwhile",
+                    why="a conversion replaces tensors, and what is still to come would be of "
+                    "those that were replaced",
+                    instead="finish an export, or close it, before the module is converted",
+                )
+
+    # Snapshots.
+
+    def snapshot(self) -> Snapshot:
+        """A private copy, in host memory, of what training changes: parameters, buffers, the
+        optimizer's state and options, and the gradient scaler's state. From every placement; of
+        sharded tensors this rank's shards. Gradients, schedulers and random numbers are not in it.
+
+        Raises:
+            RanksDisagree, RankLost, GroupPoisoned: see :meth:`saving`.
+        """
+        with self.saving():
+            return take_snapshot(self._record)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Write a snapshot's values back, to the bit, into the tensors that are there, in whatever
+        placement they are by now. Gradients are left as they are.
+
+        Raises:
+            ForeignSnapshot: it does not fit the module or its optimizer. Nothing was written.
+            RanksDisagree, RankLost, GroupPoisoned: see :meth:`saving`.
+        """
+        with self.loading():
+            restore(self._record, snapshot)
 
     @contextmanager
-    def _together(self, operation: Operation, step: int | None) -> Iterator[Mode]:
+    def _together(
+        self,
+        operation: Operation,
+        step: int | None = None,
+        options: Mapping[str, str] = _NO_OPTIONS,
+        *,
+        in_place: bool = False,
+    ) -> Iterator[Mode]:
         """An operation of all ranks: they agree before it, and leave it together.
 
         What can be refused without a move is refused before, and the others are told. The placement
         is restored, by local moves, before the ranks meet again.
+
+        Args:
+            operation: what is about to be done.
+            step: the training step, if it matters.
+            options: what else has to be the same on all ranks, by name.
+            in_place: whether it needs nothing on the compute device, whatever others would.
         """
         entered_at = call_site()
         facts = {c.value: placement.value for c, placement in self._record.placements().items()}
         del facts[Component.GRADS.value]  # one rank may have some where another has none
-        facts["step"] = str(step)
+        facts |= {"step": str(step), **options}
         if operation is Operation.SAVE and self.optimizer is not None:
             facts |= optimizer_manifest(self.optimizer, self.owner.parameters())
         refusal: PlacementError | None = None
@@ -437,18 +609,20 @@ class PlacementManager:
         with self._journal.refusals(operation.value):
             agreed = ExitStack()
             agreed.enter_context(self._agreement.together(operation.value, facts, refusal))
-        with agreed, self._operating(operation, entered_at) as mode:
+        with agreed, self._operating(operation, entered_at, in_place) as mode:
             yield mode
 
     @contextmanager
-    def _operating(self, operation: Operation, entered_at: str | None = None) -> Iterator[Mode]:
+    def _operating(
+        self, operation: Operation, entered_at: str | None = None, in_place: bool = False
+    ) -> Iterator[Mode]:
         """Make sure of what ``operation`` needs; restore what was found, whatever happens.
 
         An exception in the body is the one that propagates. If the restoring move fails after it,
         twice, the record stays true (a move is whole or did not happen), the trace has the
         failures, and a note on the exception tells of it.
         """
-        lease, mode = self._enter(operation, entered_at or call_site())
+        lease, mode = self._enter(operation, entered_at or call_site(), in_place)
         found = lease.found[Component.PARAMS]
         failure: BaseException | None = None
         try:
@@ -480,7 +654,7 @@ class PlacementManager:
         self._leases.refuse_other_threads(asked)
         self._leases.refuse_operation(operation, asked)
 
-    def _enter(self, operation: Operation, entered_at: str) -> tuple[Lease, Mode]:
+    def _enter(self, operation: Operation, entered_at: str, in_place: bool) -> tuple[Lease, Mode]:
         """Check and bring what ``operation`` needs, then open its lease."""
         collective = not COMPUTES_WITH[operation]  # then the ranks have checked it together
         with self._journal.refusals(operation.value), self._lock:
@@ -488,7 +662,7 @@ class PlacementManager:
             self._require_possible(operation, asked)
             if not collective and (self._verify_always or self._watch.unchecked):
                 self._check(asked)
-            needs, mode = self._needs(operation)
+            needs, mode = self._needs(operation, in_place)
             found = self._record.placements()
             lease = Lease(operation, needs, HOLDS[operation], found, entered_at)
             self._leases.begin(lease)
@@ -503,10 +677,10 @@ class PlacementManager:
                 raise
             return lease, mode
 
-    def _needs(self, operation: Operation) -> tuple[frozenset[Component], Mode]:
+    def _needs(self, operation: Operation, in_place: bool) -> tuple[frozenset[Component], Mode]:
         """What must be on the compute device for ``operation``, and how it gets at it."""
-        if self.owner.managed is not None:
-            return frozenset(), Mode.IN_PLACE  # the owner brings what it needs, when it needs it
+        if self.owner.managed is not None or in_place:
+            return frozenset(), Mode.IN_PLACE  # what is needed is brought when it is needed
         staged = self.owner.stages.get(operation, frozenset()) & self._record.machines.keys()
         if any(self._record[component] is not Placement.GPU for component in staged):
             return staged, Mode.STAGED

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,6 +32,7 @@ __all__ = [
     "WRAPPED",
     "Communicator",
     "FlatHandle",
+    "FlatPiece",
     "ShardGroup",
     "ShardedParameter",
     "communicators",
@@ -42,6 +45,8 @@ __all__ = [
     "make_reducer",
     "module_apply",
     "negated_view",
+    "offset_in_whole",
+    "persistent_buffers",
     "rewrap",
     "scaler_tensors",
     "set_module_apply",
@@ -97,6 +102,24 @@ def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
         made_from, context, wrapper.size(), wrapper.stride()
     )
     return rewrapped
+
+
+def offset_in_whole(sharded: DTensor) -> tuple[int, ...]:
+    """Where this rank's shard begins in the whole tensor, one number a dimension
+    (``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``, which checkpoints
+    use)."""
+    _, offset = compute_local_shape_and_global_offset(
+        sharded.shape, sharded.device_mesh, sharded.placements
+    )
+    return tuple(offset)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers registered at ``module`` itself that its state dict has
+    (``nn.Module._non_persistent_buffers_set`` names the others)."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def module_apply() -> Callable[..., Any]:
@@ -290,6 +313,31 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+@dataclass(frozen=True, eq=False)
+class FlatPiece:
+    """One parameter in FSDP1's flat parameter, of which each rank holds a run of elements.
+
+    Attributes:
+        local: 1-D, the elements that this rank holds; there may be none.
+        shape: of the parameter.
+        stride: of the parameter, in elements.
+        runs: for each rank of ``group``, from which element to before which it holds. A single
+            run is the whole, which every rank holds.
+        group: the ranks that share the flat parameter.
+    """
+
+    local: torch.Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    group: dist.ProcessGroup
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        """The run that this rank holds."""
+        return self.runs[0] if len(self.runs) == 1 else self.runs[self.group.rank()]
+
+
 @dataclass(frozen=True)
 class FlatHandle:
     """FSDP1's flat parameter and what looks into its bytes."""
@@ -327,6 +375,35 @@ class FlatHandle:
         for (name, _, _), view in zip(flat._param_infos, kept):
             if view is not None:
                 yield name, view
+
+    @property
+    def pieces(self) -> Iterator[tuple[nn.Module, str, FlatPiece]]:
+        """Each parameter that was flattened: the module and name it is registered under, one that
+        is shared under each of its names, and its piece. The handle must be resharded."""
+        flat: Any = self.parameter
+        held = flat.detach().view(-1)
+        shards = self.state.process_group.size() if self.state.uses_sharded_strategy else 1
+        rank = self.state.process_group.rank() if shards > 1 else 0
+        bounds = zip(self.state._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        whole = [(first, last + 1) for (first, last), is_padding in bounds if not is_padding]
+        found: dict[tuple[nn.Module, str], FlatPiece] = {}
+        for info, shape, stride, (first, end) in zip(
+            flat._param_infos, flat._shapes, flat._strides, whole, strict=True
+        ):
+            # Every rank holds as many elements of the flat parameter, one rank after the other.
+            edges = [min(max(n * held.numel(), first), end) for n in range(shards + 1)]
+            mine = slice(edges[rank] - rank * held.numel(), edges[rank + 1] - rank * held.numel())
+            found[info.module, info.param_name] = FlatPiece(
+                held[mine],
+                shape,
+                stride,
+                tuple((begin - first, until - first) for begin, until in pairwise(edges)),
+                self.state.process_group,
+            )
+        for shared in flat._shared_param_infos:
+            primary = found[shared.prim_module, shared.prim_param_name]
+            found[shared.module, shared.param_name] = primary
+        yield from ((module, name, piece) for (module, name), piece in found.items())
 
     @property
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -521,7 +521,7 @@ class History:
 
     def export(self) -> None:
         expected = self.twin.state_dict()
-        exported = {plain_name(n): weight for n, weight in self.manager.export(tied="both")}
+        exported = {plain_name(n): weight for n, weight in self.manager.export_weights(tied="both")}
         assert exported.keys() == expected.keys()
         for name, weight in exported.items():
             assert weight.device == self.device

@@ -143,7 +143,7 @@ def test_an_export_that_was_never_started_holds_nothing(one_rank: str) -> None:
 def test_a_module_that_is_not_sharded_is_exported_too(one_rank: str) -> None:
     module = nn.BatchNorm1d(3)
     manager = PlacementManager(module)
-    exported = dict(manager.export())
+    exported = dict(manager.export_weights())
     assert list(exported) == [
         "weight",
         "bias",
@@ -157,10 +157,10 @@ def test_a_module_that_is_not_sharded_is_exported_too(one_rank: str) -> None:
 
 def test_an_export_does_not_go_on_with_tensors_that_a_conversion_replaced(one_rank: str) -> None:
     manager = PlacementManager(nn.BatchNorm1d(2).to(one_rank))
-    generator = manager.export()
+    generator = manager.export_weights()
     next(generator)
     manager.module.to("cpu")
     manager.module.to(one_rank)
     with pytest.raises(PlacementDrift, match=r"module\.to\(\) at .*test_export\.py"):
         next(generator)
-    assert list(dict(manager.export())) == list(manager.module.state_dict())
+    assert list(dict(manager.export_weights())) == list(manager.module.state_dict())

@@ -119,7 +119,7 @@ def uneven_shards_are_whole() -> None:
         with materialising(module):
             load(module)
         manager = PlacementManager(module)
-        exported = dict(manager.export())
+        exported = dict(manager.export_weights())
         for name, value in normed().state_dict().items():
             assert torch.equal(exported[name].cpu(), value), name
         with manager.evaluating(), torch.no_grad():

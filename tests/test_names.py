@@ -50,14 +50,14 @@ def test_census_and_export_agree_on_names_under_every_wrapper(
     manager = PlacementManager(wrap(normed().to(one_rank)))
     in_census = {site.holding.of for site in manager.census().sites}
     assert in_census - {"_flat_param"} == NAMES
-    assert {name for name, _ in manager.export()} == NAMES
+    assert {name for name, _ in manager.export_weights()} == NAMES
 
 
 def test_a_part_that_is_called_module_keeps_its_name(one_rank: str) -> None:
     own = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
     for module in (own.to(one_rank), averaged(own)):
         manager = PlacementManager(module)
-        assert {name for name, _ in manager.export()} == {
+        assert {name for name, _ in manager.export_weights()} == {
             "module.module.weight",
             "module.module.bias",
         }

@@ -402,7 +402,7 @@ class History:
 
     def export(self) -> Generator[None]:
         """Compare each weight, when it comes, with the twin's as it is then."""
-        with closing(self.manager.export(tied="both")) as weights:
+        with closing(self.manager.export_weights(tied="both")) as weights:
             for name, weight in weights:
                 assert weight.device == self.device
                 assert_same(name, weight, self.twin.state_dict()[name])

@@ -188,8 +188,8 @@ def trains_as_if_untouched(shard: Shard, hidden: int) -> None:
         ignored = {"2.weight"} if managed else set()
         stray = {s.name for s in manager.census().sites if s.device.type != "cpu"}
         assert {name for name in stray if name.split("/")[0] not in ignored} == set()
-    exported = dict(manager.export())
-    for name, weight in PlacementManager(untouched, untouched_optimizer).export():
+    exported = dict(manager.export_weights())
+    for name, weight in PlacementManager(untouched, untouched_optimizer).export_weights():
         assert torch.equal(exported[name], weight), name
     if shard is not mixed_precision:
         for name, weight in zip(twin.state_dict(), exported.values(), strict=True):

@@ -18,6 +18,10 @@ from placement.errors import CannotMove
 from placement.names import canonical_names
 from placement.states import Component, Operation, Placement
 from placement.tensors import Holding, Kind
+from placement.torch_private import FlatPiece
+
+Resting = torch.Tensor | FlatPiece
+"""A weight as it rests: a tensor, whole or a DTensor, or a piece of a flat parameter."""
 
 
 class Owner(abc.ABC):
@@ -29,6 +33,10 @@ class Owner(abc.ABC):
     stages: ClassVar[Mapping[Operation, frozenset[Component]]] = {}
     """What this kind needs on the compute device for an operation beyond what any module does
     (FSDP1's state dicts gather there)."""
+
+    weights_in_place: ClassVar[bool] = False
+    """Whether :meth:`weights` can be read where the tensors rest, whatever :attr:`stages` says of
+    an export: that is about a state dict that somebody else reads in its context."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -67,6 +75,14 @@ class Owner(abc.ABC):
     @abc.abstractmethod
     def fingerprint(self) -> Hashable:
         """A value that changes when the wrapping or the policy changes."""
+
+    def weights(self) -> Iterator[tuple[str, Resting]]:
+        """The tensors of the module's state dict as they rest, none of them copied or gathered,
+        in its order. One that is registered twice comes under both names, as one object. Names may
+        have wrappers in them. Entries that are no tensors (extra state) are no weights."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
     def belongs_on(self, holding: Holding, compute_device: torch.device) -> torch.device:
         """Where ``holding`` rests under a *managed* placement. Asked only if :attr:`managed`."""

@@ -19,13 +19,14 @@ from placement.errors import OwnershipUnclear
 from placement.names import canonical_names
 from placement.owners.base import (
     Owner,
+    Resting,
     module_holdings,
     refuse_while_busy,
     registered_parameters,
 )
 from placement.states import MODEL, Component, Operation, Placement
 from placement.tensors import Holding, Kind
-from placement.torch_private import FlatHandle, flat_handles
+from placement.torch_private import FlatHandle, flat_handles, persistent_buffers
 
 
 class FSDP1Module(Owner):
@@ -38,6 +39,7 @@ class FSDP1Module(Owner):
         Operation.EXPORT: MODEL,
         Operation.EVALUATE: MODEL,  # a pass points gradients at the flat one, beside parameters
     }
+    weights_in_place = True
 
     def __init__(self, module: nn.Module, handles: list[FlatHandle]) -> None:
         super().__init__(module)
@@ -78,6 +80,27 @@ class FSDP1Module(Owner):
                 yield Holding(name, Kind.PARAM, view, detail)
             for detail, gradient in handle.gradients:
                 yield Holding(name, Kind.GRAD, gradient, detail)
+
+    def weights(self) -> Iterator[tuple[str, Resting]]:
+        # FSDP1's own state dict would gather everything at once, and on the compute device only.
+        self.settle()
+        pieces: dict[int, dict[str, Resting]] = {}
+        for handle in self._handles:
+            for module, name, piece in handle.pieces:
+                pieces.setdefault(id(module), {})[name] = piece
+        flat = {id(handle.parameter) for handle in self._handles}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            registered: dict[str, Resting] = {
+                name: parameter
+                for name, parameter in module.named_parameters(
+                    recurse=False, remove_duplicate=False
+                )
+                if id(parameter) not in flat
+            }
+            registered |= pieces.get(id(module), {})
+            registered |= dict(persistent_buffers(module))
+            for name, resting in registered.items():
+                yield (f"{prefix}.{name}" if prefix else name), resting
 
     def fingerprint(self) -> Hashable:
         return tuple(id(handle.state) for handle in self._handles)

@@ -112,7 +112,7 @@ def whole_lifecycle(name: str, lora: bool) -> None:
         with manager.saving(step):
             assert module.state_dict().keys() == weights.keys()
         assert manager.placement is found
-    exported = dict(manager.export(tied="both"))
+    exported = dict(manager.export_weights(tied="both"))
     assert exported.keys() == weights.keys()
     for key, weight in exported.items():
         # AdamW divides a gradient by its own size: where it is all but zero, the order in which a

@@ -21,7 +21,6 @@ from placement import (
     Placement,
     PlacementManager,
     Trigger,
-    export,
     manager,
     mover,
     optimizer,
@@ -35,6 +34,8 @@ from placement.states import COMPUTES_WITH, Operation
 from placement.tensors import Holding, Kind
 from placement.testing import Ranks
 from placement.transfer import Transfer
+from placement.weights import gather
+from placement.weights.gather import UnderWay
 
 Patch = pytest.MonkeyPatch
 GUARDS: dict[str, Callable[[Patch], None]] = {}
@@ -190,10 +191,11 @@ def bases_of_views_move_along(patch: Patch) -> None:
 
 @guard
 def exported_weights_are_owned(patch: Patch) -> None:
-    def shared(value: torch.Tensor, device: torch.device, staged: object) -> torch.Tensor:
-        return (value.full_tensor() if hasattr(value, "full_tensor") else value).to(device)
+    def shared(value: torch.Tensor, device: torch.device, *_: object) -> UnderWay:
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return UnderWay(whole.detach().to(device))
 
-    patch.setattr(export, "_full", shared)
+    patch.setattr(gather, "begin", shared)
 
 
 @guard

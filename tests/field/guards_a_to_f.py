@@ -16,7 +16,6 @@ from placement import (
     Mode,
     Placement,
     PlacementManager,
-    export,
     materialise,
     optimizer,
     record,
@@ -31,6 +30,8 @@ from placement.states import COMPUTES_WITH, Operation
 from placement.tensors import Kind
 from placement.transfer import Transfer
 from placement.watch import ForeignWatch
+from placement.weights import gather, plan
+from placement.weights.gather import UnderWay
 
 
 @guard
@@ -40,15 +41,16 @@ def a_managed_module_refuses_conversions(patch: Patch) -> None:
 
 @guard
 def exported_shards_are_staged_on_the_device(patch: Patch) -> None:
-    def where_it_rests(value: torch.Tensor, device: object, staged: object) -> torch.Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    def where_it_rests(value: torch.Tensor, *_: object) -> UnderWay:
+        value = value.detach()
+        return UnderWay(value.full_tensor() if isinstance(value, DTensor) else value.clone())
 
-    patch.setattr(export, "_full", where_it_rests)
+    patch.setattr(gather, "begin", where_it_rests)
 
 
 @guard
 def names_are_without_the_parts_of_wrappers(patch: Patch) -> None:
-    for user in (base, ddp, fsdp1, fsdp2, export):
+    for user in (base, ddp, fsdp1, fsdp2, plan):
         patch.setattr(user, "canonical_names", lambda module: str)
 
 

@@ -19,7 +19,6 @@ from placement import (
     Placement,
     Trigger,
     agreement,
-    export,
     manager,
     mover,
 )
@@ -33,6 +32,8 @@ from placement.residence import CPU, Residence
 from placement.states import COMPUTES_WITH
 from placement.tensors import Kind
 from placement.use import UseGuard
+from placement.weights import gather
+from placement.weights.gather import UnderWay
 
 Patch = pytest.MonkeyPatch
 _EVERYTHING = frozenset(Component)
@@ -86,19 +87,27 @@ def flat_parameters_are_brought_for_their_state_dict(patch: Patch) -> None:
 
 
 @guard
-def an_export_stages_each_shard(patch: Patch) -> None:
-    def unstaged(value: torch.Tensor, device: torch.device, staged: object) -> torch.Tensor:
-        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+def flat_parameters_are_exported_where_they_rest(patch: Patch) -> None:
+    patch.setattr(fsdp1.FSDP1Module, "weights_in_place", False)
 
-    patch.setattr(export, "_full", unstaged)
+
+@guard
+def an_export_stages_each_shard(patch: Patch) -> None:
+    def unstaged(value: torch.Tensor, *_: object) -> UnderWay:
+        value = value.detach()
+        return UnderWay((value.full_tensor() if isinstance(value, DTensor) else value).clone())
+
+    patch.setattr(gather, "begin", unstaged)
 
 
 @guard
 def an_export_gathers_the_shards(patch: Patch) -> None:
-    def shard(value: torch.Tensor, device: torch.device, staged: object) -> torch.Tensor:
-        return (value.to_local() if isinstance(value, DTensor) else value).to(device, copy=True)
+    def shard(value: torch.Tensor, device: torch.device, *_: object) -> UnderWay:
+        value = value.detach()
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return UnderWay(local.to(device, copy=True))
 
-    patch.setattr(export, "_full", shard)
+    patch.setattr(gather, "begin", shard)
 
 
 @guard

@@ -384,7 +384,7 @@ def test_a_misspelt_option_is_refused_rather_than_silently_off(one_rank: str) ->
         with pytest.raises(ContradictoryOptions, match=next(iter(options.values()))):
             PlacementManager(module, **options)
     with pytest.raises(ContradictoryOptions, match="bth"):
-        next(PlacementManager(module).export(tied="bth"))
+        next(PlacementManager(module).export_weights(tied="bth"))
 
 
 def test_the_table_in_the_docs_is_up_to_date() -> None:

@@ -308,7 +308,7 @@ def test_weights_exported_while_an_adapter_is_merged_keep_it_after_the_merge(one
             module.second.weight.sub_(1)
 
     with merged():
-        exported = dict(manager.export())
+        exported = dict(manager.export_weights())
     assert torch.allclose(local(module.second.weight).cpu(), base)
     assert torch.allclose(exported["second.weight"].cpu(), base + 1)
 
@@ -364,18 +364,13 @@ def test_an_export_needs_no_evaluation_before_it(one_rank: str) -> None:
     assert_equal(straight, first_export(evaluate=True))
 
 
-@field_report("O05", guard="flat parameters are brought for their state dict")
-def test_an_export_of_flat_parameters_is_one_onload_and_one_offload(
-    one_rank: str, trace: Trace
-) -> None:
+@field_report("O05", guard="flat parameters are exported where they rest")
+def test_an_export_of_flat_parameters_moves_nothing(one_rank: str, trace: Trace) -> None:
     module = flat()
     manager = PlacementManager(module, rest=Placement.CPU_MANUAL, trace=trace)
     before = len(trace.moves())
-    assert len(list(manager.export())) > 2
-    moves = [(event.component, event.name) for event in trace.moves()[before:]]
-    assert moves == [
-        (component, name) for name in ("onload", "offload") for component in ("params", "buffers")
-    ]
+    assert len(list(manager.export_weights())) > 2
+    assert trace.moves()[before:] == []
 
 
 # Snapshots.
@@ -533,7 +528,7 @@ def exports_without_updates() -> None:
     for _ in range(3):
         with manager.training():
             train(module, optimizer, manager.device)
-        exported = dict(manager.export())
+        exported = dict(manager.export_weights())
         assert_equal({name: exported[name].cpu() for name in whole}, whole)
 
 
@@ -557,7 +552,7 @@ def is_blocked_in_its_sender() -> None:
             store.wait(["rank 1 gave up"], timedelta(seconds=12))
 
     def send_all() -> None:
-        for name, _ in manager.export():
+        for name, _ in manager.export_weights():
             send(name)
 
     with pytest.raises(Exception) as caught:  # noqa: PT011  (rank 0 meets another than rank 1)
@@ -567,7 +562,7 @@ def is_blocked_in_its_sender() -> None:
         store.set("rank 1 gave up", "")
     assert "Wait timeout" not in str(caught.value)
     with pytest.raises(GroupPoisoned):
-        next(manager.export())
+        next(manager.export_weights())
 
 
 @field_report("J05", guard="collectives of an export wait no longer than the deadline")

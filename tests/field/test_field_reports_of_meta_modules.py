@@ -171,7 +171,7 @@ def test_tied_embeddings_made_on_the_meta_device_stay_tied(one_rank: str) -> Non
     with manager.training():
         module(tokens.to(one_rank)).square().mean().backward()
         optimizer.step()
-    trained = dict(manager.export(tied="both"))
+    trained = dict(manager.export_weights(tied="both"))
     for name in ("embedding.weight", "head.weight"):
         torch.testing.assert_close(trained[name].cpu(), source.embedding.weight.detach())
 
