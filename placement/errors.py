@@ -206,3 +206,39 @@ class ExportFailed(PlacementError):
 
 class MissingPackage(PlacementError):
     """An optional package is needed for this, and is not installed."""
+
+
+class CheckpointError(PlacementError):
+    """The base of what is refused about a checkpoint on disk."""
+
+
+class CannotSave(CheckpointError):
+    """A value can't be written so that it comes back exactly. Nothing was written."""
+
+
+class CheckpointFailed(CheckpointError):
+    """A checkpoint was not written or not read: the disk is full, a file can't be opened, memory
+    ran out. It is raised on all ranks, and says on which it happened. After a save the checkpoint
+    before is whole; after a load nothing was changed, unless the message says otherwise."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint, or none of the step that was asked for."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, cut off, changed, or not what it should be. The message
+    names it; nothing was changed."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A directory holds something else than a checkpoint of this library."""
+
+
+class NewerCheckpoint(CheckpointError):
+    """A checkpoint was written in a format that this version does not know yet."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint does not fit the module, the optimizer or the scheduler that it is to be loaded
+    into. The lines say which names, shapes or dtypes differ; nothing was changed."""

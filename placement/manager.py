@@ -196,6 +196,11 @@ class PlacementManager:
         return self._record.device
 
     @property
+    def deadline(self) -> float:
+        """Seconds that the ranks wait for each other at a save, load or export."""
+        return self._agreement.deadline
+
+    @property
     def owner(self) -> Owner:
         """Who owns the module's placement, as read from the module."""
         return self._record.owner

@@ -21,6 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint import state_dict as state_dicts
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -35,10 +39,12 @@ __all__ = [
     "FlatPiece",
     "ShardGroup",
     "ShardedParameter",
+    "canonical_name",
     "communicators",
     "convert_tensors",
     "default_store",
     "drop_reducer",
+    "faults_of_plan",
     "flat_handles",
     "initialised_roots",
     "inner_tensors",
@@ -464,6 +470,21 @@ def default_store() -> dist.Store:
     same store has the same prefix."""
     store: dist.Store = distributed_c10d._get_default_store()
     return store
+
+
+def canonical_name(module: nn.Module, name: str) -> str:
+    """What ``get_model_state_dict`` calls a parameter of ``module``: its name without what wrappers
+    add to it (``torch.distributed.checkpoint.state_dict._get_fqns``)."""
+    (canonical,) = state_dicts._get_fqns(module, name)
+    return str(canonical)
+
+
+def faults_of_plan(metadata: Metadata) -> list[str]:
+    """What is wrong with the chunks of a checkpoint's tensors: one that is out of bounds, two that
+    overlap, a tensor that they do not fill (``default_planner._validate_global_plan``, which looks
+    whether they fill it if there is more than one plan)."""
+    faults: list[str] = default_planner._validate_global_plan([SavePlan([])] * 2, metadata)
+    return faults
 
 
 @dataclass(frozen=True)
