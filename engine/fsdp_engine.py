@@ -12,19 +12,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from placement import Placement, PlacementManager, Trace
+from placement import Checkpoints, Placement, PlacementManager, Trace
 
 Batch = Sequence[torch.Tensor]
 
@@ -152,27 +150,18 @@ class FSDPEngine:
 
     # Checkpoints.
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write model, optimizer, scheduler and step to the directory ``path``, on all ranks
-        together, from wherever they are."""
-        with self.manager.saving(self.steps):
-            dcp.save(self._state_dict(), checkpoint_id=path)
+    def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Add a checkpoint of model, optimizer, scheduler and step to those in ``directory``, on
+        all ranks together, from wherever they are."""
+        self._checkpoints(directory).save(self.steps)
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Read back what :meth:`save_checkpoint` wrote. Every tensor ends where it belongs in the
-        present placement, whatever the placement was when it was saved."""
-        with self.manager.loading():
-            state = self._state_dict()
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(
-                self.module,
-                self.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-            )
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-            self.steps = state["steps"]
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> None:
+        """Read back what :meth:`save_checkpoint` added last. Every tensor ends where it belongs in
+        the present placement, whatever the placement was when it was saved."""
+        self.steps = self._checkpoints(directory).load().step
+
+    def _checkpoints(self, directory: str | os.PathLike[str]) -> Checkpoints:
+        return Checkpoints(directory, self.manager, scheduler=self.scheduler)
 
     # Export.
 
@@ -182,16 +171,6 @@ class FSDPEngine:
         """The weights in full, one after the other, for a rollout engine; see
         :meth:`placement.PlacementManager.export_weights`."""
         return self.manager.export_weights(tied=tied)
-
-    def _state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.module, self.optimizer)
-        scheduler = self.scheduler.state_dict() if self.scheduler is not None else {}
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "steps": self.steps,
-        }
 
 
 _RESTS = {

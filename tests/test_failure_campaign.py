@@ -16,22 +16,18 @@ everything else is checked all the same.
 
 On two ranks both fail at the same point; what one rank's failure does to others is tested in
 test_agreement.py. File operations are an exception: ranks have files of their own, so they fail on
-one rank at a time, and torch's checkpoint tells the other.
+one rank at a time, and the checkpoint tells the other.
 
-What fails is planned in two places: ``sim.failing`` for the device, and ``failing_files`` here for
-the operating system's calls beneath torch's checkpoint: mkdir, open, read, write, fsync, close,
-unlink and rename. A write is one of the file's, after Python's buffer has gathered it.
+What fails is planned in two places: ``sim.failing`` for the device, and ``failing_files`` for the
+operating system's calls beneath a checkpoint. One that fails to remove what is no longer needed is
+absorbed: the next save removes it.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import itertools
-import os
 import shutil
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +38,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from file_faults import failing_files
 from models import (
     Whereabouts,
     assert_equal,
@@ -52,8 +49,6 @@ from models import (
     values,
     whereabouts,
 )
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from engine import FSDPEngine, Offload
 from engine.fsdp_engine import StepResult
@@ -121,77 +116,13 @@ class Point:
         return f"{self.kind} {self.number}" + (f" of rank {self.rank}" if self.rank else "")
 
 
-@dataclass
-class FilePlan:
-    """The file operations that were made under a plan, and the number of the one to fail."""
-
-    number: int | None
-    seen: list[str] = field(default_factory=list)
-
-    @property
-    def fired(self) -> bool:
-        return self.number is not None and len(self.seen) >= self.number
-
-    def reach(self, operation: str, of: object) -> None:
-        self.seen.append(f"{operation} {of}")
-        if len(self.seen) == self.number:
-            raise OSError(errno.ENOSPC, "planned", str(of))
-
-
-@contextmanager
-def failing_files(number: int | None = None) -> Iterator[FilePlan]:
-    """Let the ``number``-th file operation of torch's checkpoints fail, as on a full disk."""
-    plan = FilePlan(number)
-
-    class File(io.FileIO):
-        def write(self, data: Any) -> int:
-            plan.reach("write", self.name)
-            return super().write(data)
-
-        def readinto(self, buffer: Any) -> int:
-            plan.reach("read", self.name)
-            return super().readinto(buffer)
-
-        def readall(self) -> bytes:
-            plan.reach("read", self.name)
-            return super().readall()
-
-        def close(self) -> None:
-            was_open = not self.closed
-            super().close()
-            if was_open:
-                plan.reach("close", self.name)
-
-    @contextmanager
-    def create_stream(_: FileSystem, path: Path, mode: str) -> Iterator[Any]:
-        plan.reach("open", path)
-        buffered = io.BufferedWriter if "w" in mode else io.BufferedReader
-        with buffered(File(path, mode)) as stream:  # as open() makes it
-            yield stream
-
-    def reached(operation: str, found: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            plan.reach(operation, args[-1])
-            return found(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystem, "create_stream", create_stream)
-        for operation in ("mkdir", "rename", "rm_file"):
-            found = getattr(FileSystem, operation)
-            patch.setattr(FileSystem, operation, reached(operation, found))
-        patch.setattr(os, "fsync", reached("fsync", os.fsync))
-        yield plan
-
-
 def is_planned(error: BaseException | None, point: Point) -> bool:
     """Whether ``error`` is the failure of ``point``, or a report of it."""
     if error is None:
         return False
     if point.kind == "allocation" and isinstance(error, torch.OutOfMemoryError):
         return True
-    if "planned" in str(error):  # in a CheckpointException as text, perhaps of another rank
+    if "planned" in str(error):  # as text, if it was another rank's
         return True
     return is_planned(error.__cause__, point) or is_planned(error.__context__, point)
 
@@ -388,7 +319,7 @@ class Campaign:
     def error_of_the_call(self, engine: FSDPEngine) -> BaseException | None:
         try:
             self.call(engine)
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except Exception as error:
             return error
         return None
 
@@ -414,7 +345,6 @@ def rejoin_group(root: Path) -> None:
 
 
 def campaign(name: str, offload: Offload) -> Report:
-    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     with tempfile.TemporaryDirectory(prefix="campaign-") as own:
         root = [own]
         dist.broadcast_object_list(root)
