@@ -201,7 +201,8 @@ class Checkpoints:
             share = Share(draft.path, rank(), world_size(), taker.taken)
             publication = self._publication(draft, taken, taker, [tree for _, tree in told])
             if not blocking:
-                return Pending(step, share, publication, self._manager.deadline)
+                to_publish = publication if rank() == 0 else None
+                return Pending(step, share, to_publish, self._manager.deadline)
             _complete(together, share.write, publication.publish)
             return None
         except BaseException:
@@ -224,15 +225,11 @@ class Checkpoints:
             extras=taken.extras,
             ranks=generators,
         )
-        places = {
-            "model": self._manager.placement,
-            "optimizer": self._manager.optimizer_placement,
-        }
         manifest = Manifest(
             step=draft.edition.step,
             world_size=world_size(),
             torch=str(torch.__version__),
-            placement={name: place.value for name, place in places.items() if place is not None},
+            placement={c.value: place.value for c, place in self._manager.placements.items()},
             files={},
         )
         return Publication(self._directory, draft, contents, manifest, self._max_to_keep)

@@ -186,7 +186,7 @@ def _why_not(tensor: torch.Tensor) -> str:
 
 _LEAVES: dict[type, tuple[str, Callable[[Any], Any]]] = {
     int: ("$int", str),
-    float: ("$float", str),  # nan and the infinities
+    float: ("$float", str),  # the infinities, and nan, of which there is one
     str: ("$utf8", lambda v: base64.b64encode(v.encode("utf-8", "surrogatepass")).decode()),
     bytes: ("$bytes", lambda v: base64.b64encode(v).decode()),
     complex: ("$complex", lambda v: [str(v.real), str(v.imag)]),
@@ -199,7 +199,7 @@ _FROM_LEAF: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$utf8": lambda v: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
     "$bytes": lambda v: base64.b64decode(v, validate=True),
-    "$complex": lambda v: complex(float(v[0]), float(v[1])),
+    "$complex": lambda v: _complex(*v),
     "$dtype": lambda v: _dtype(v),
     "$size": torch.Size,
 }
@@ -224,6 +224,10 @@ _FROM_PAIRS: dict[str, Callable[[Iterator[tuple[Any, Any]]], Any]] = {
     "$ordered": OrderedDict,
     "$counter": lambda pairs: Counter(dict(pairs)),
 }
+
+
+def _complex(real: str, imaginary: str) -> complex:
+    return complex(float(real), float(imaginary))
 
 
 def _dtype(name: str) -> torch.dtype:
