@@ -141,7 +141,7 @@ class Checkpoints:
             try:
                 _complete(_saving(pending.step), pending.written, lambda _: pending.published())
             except BaseException:
-                pending.abandon()
+                pending.give_up()
                 raise
 
     def load(self, step: int | None = None) -> Loaded:

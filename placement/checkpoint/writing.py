@@ -116,10 +116,12 @@ class Pending:
         """Wait, on rank 0, until the checkpoint is published. Raises what that raised."""
         self._published.result()
 
-    def abandon(self) -> None:
-        """Wait for no other rank any more; wait until the thread is done."""
+    def give_up(self) -> None:
+        """Wait for no other rank any more, and remove what this one has written."""
         self._abandoned.set()
         self._thread.join()
+        if self.publication is not None:
+            self.publication.directory.discard(self.publication.draft)
 
     def _run(self) -> None:
         try:
