@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients field-guards bench lint types clean
+.PHONY: demo test test-clients field-guards kill9 bench lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
@@ -21,6 +21,7 @@ test: $(INSTALLED) lint types
 bench: $(INSTALLED)
 	$(BIN)/python tests/bench/idle.py
 	$(BIN)/python tests/bench/million.py
+	$(BIN)/python tests/bench/checkpoint.py
 
 # Other people's libraries, in an environment of their own.
 test-clients: $(CLIENTS)/.installed
@@ -29,6 +30,10 @@ test-clients: $(CLIENTS)/.installed
 # Take each field test's guard away; the test must fail then.
 field-guards: $(INSTALLED)
 	$(BIN)/python -m pytest tests/field --without-guards
+
+# Kill -9 at 200 random moments of a save: a whole checkpoint must be left, and none be lost.
+kill9: $(INSTALLED)
+	$(BIN)/python tests/checkpoint/kill9.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -133,7 +133,7 @@ class Incoming:
         for number, (group, present) in enumerate(zip(saved.groups, groups)):
             self._compare_names(f"optimizer: group {number}", present, group.parameters)
             self._fit_plain(group.options)
-        self._compare_names("optimizer: state", [*named, *saved.state], named)
+        self._compare_names("optimizer: state", named, [*named, *saved.state])
         encoder = Encoder()
         take_optimizer(self._manager, encoder)
         self._present = encoder.tensors
@@ -194,7 +194,10 @@ class Incoming:
                 if stored is None or not _agree(value, stored):
                     raise NotATree(f"the generator {name} of rank {rank} is of another kind")
         self._fit_plain(tree)
-        random.Random().setstate(decode(tree["python"], self._read))
+        try:
+            random.Random().setstate(decode(tree["python"], self._read))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise NotATree(f"the generator python of rank {rank}: {error}") from error
         return tree
 
     def _compare_names(self, what: str, present: Iterable[str], saved: Iterable[str]) -> None:
