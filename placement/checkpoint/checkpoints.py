@@ -174,7 +174,7 @@ class Checkpoints:
             with together.planning(), _one_process_is_meant():
                 dcp.load(
                     incoming.buffers,
-                    storage_reader=Reader(stored.path, stored.contents.tensors),
+                    storage_reader=Reader(stored.path, stored.contents.tensors, incoming.buffers),
                     planner=DefaultLoadPlanner(flatten_state_dict=False),
                 )
             extras, _ = _INSTALLING.each(lambda: (incoming.install(), None))

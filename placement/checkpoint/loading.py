@@ -1,8 +1,8 @@
 """Brings a checkpoint into a module, an optimizer and a scheduler, in two steps.
 
-*Fitting* compares names, shapes, dtypes and classes, and lays out private memory on the host for
-every tensor that is to be read: of a distributed tensor, for this rank's shard. *Installing* takes
-place when all ranks have read all they need. Up to there nothing has changed.
+*Fitting* compares names, shapes, dtypes and classes, and lays out a buffer on the host for every
+tensor that is to be read: of a distributed tensor, for this rank's shard. *Installing* takes place
+when all ranks have found all they need. Up to there nothing has changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Incoming:
         rank, world_size: who this is.
 
     Attributes:
-        buffers: host memory for what has to be read, by the tensor's name in the checkpoint.
+        buffers: for what has to be read, by the tensor's name in the checkpoint. Their memory is
+            only taken when it is written to.
         random_state: whether random generators are restored: the checkpoint has them, for as many
             ranks as there are now, and for this kind of device.
 
@@ -93,15 +94,15 @@ class Incoming:
         contents = self._contents
         set_model_state_dict(
             self._manager.module,
-            {name: decode(tree, self._read) for name, tree in contents.model.items()},
+            {name: self._read_entry(tree) for name, tree in contents.model.items()},
         )
         if contents.optimizer is not None:
             self._install_optimizer(contents.optimizer)
         if contents.scheduler is not None and self._scheduler is not None:
-            self._scheduler.load_state_dict(decode(contents.scheduler.state, self._read))
-        extras = decode(contents.extras, self._read)
+            self._scheduler.load_state_dict(decode(contents.scheduler.state, self._read_own))
+        extras = decode(contents.extras, self._read_own)
         if self._generators is not None:
-            self._install_generators(decode(self._generators, self._read))
+            self._install_generators(decode(self._generators, self._read_own))
         return extras
 
     # Fitting.
@@ -244,14 +245,24 @@ class Incoming:
     # Installing.
 
     def _read(self, key: str) -> torch.Tensor:
+        """A tensor that was read, to copy from: it may look into the checkpoint's file."""
         return self.buffers[key]
+
+    def _read_own(self, key: str) -> torch.Tensor:
+        """A tensor that was read, to be kept."""
+        return self.buffers[key].clone()
+
+    def _read_entry(self, tree: Any) -> Any:
+        """An entry of the model's state dict: a tensor, which torch copies into the parameter, or
+        what a module's ``get_extra_state()`` returned."""
+        return decode(tree, self._read if self._stored(tree) is not None else self._read_own)
 
     def _read_state(self, key: str) -> torch.Tensor:
         """A tensor of the optimizer's state: the one that is there, with the values that were read,
         if it fits, so that it takes no more memory than before."""
         buffer, present = self.buffers[key], self._present.get(key)
         if present is None or (present.shape, present.dtype) != (buffer.shape, buffer.dtype):
-            return buffer
+            return self._read_own(key)
         return present.copy_(buffer)
 
     @torch.no_grad()
@@ -266,7 +277,7 @@ class Incoming:
                 "state": {numbers[name]: value for name, value in state.items()},
                 "param_groups": [
                     {
-                        **_beside(decode(group.options, self._read), present),
+                        **_beside(decode(group.options, self._read_own), present),
                         # In the present order: torch pairs them with the parameters by place.
                         "params": [numbers[name] for name in named if name in group.parameters],
                     }

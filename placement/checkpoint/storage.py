@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from placement.checkpoint.form import DTYPE_NAMES, DTYPES, Chunk, StoredTensor
 from placement.checkpoint.tensor_file import TensorFile
+from placement.torch_private import inner_tensors
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,24 @@ class Taker(StorageWriter):
 class Reader(StorageReader):
     """Reads tensors of a checkpoint that was verified.
 
+    What a buffer is to hold is seldom copied. If it lies in one piece in one file, the buffer is
+    made to look into that file instead, and takes no memory of its own.
+
     Args:
         directory: the checkpoint.
         tensors: what is in it.
+        buffers: what is read into, by the tensors' names.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Mapping[str, StoredTensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
         self._directory = directory
         self._tensors = tensors
+        self._buffers = buffers
         self._chunks = {
             MetadataIndex(name, chunk.offsets): chunk
             for name, tensor in tensors.items()
@@ -150,9 +161,12 @@ class Reader(StorageReader):
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
                 stored = stored.narrow(dim, start, length)
-            target = planner.resolve_tensor(item)
-            target.detach().copy_(stored)
-            planner.commit_tensor(item, target)
+            buffer = self._buffers[item.dest_index.fqn]
+            own = inner_tensors(buffer).get("_local_tensor", buffer)
+            if own.shape == stored.shape:
+                own.set_(stored)  # type: ignore[call-overload]  # torch types storages only
+            else:
+                planner.resolve_tensor(item).detach().copy_(stored)
         future: Future[None] = Future()
         future.set_result(None)
         return future

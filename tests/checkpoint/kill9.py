@@ -234,8 +234,9 @@ class Kind:
         began = time.perf_counter()
         wait_until(lambda: told.has_returned)
         seconds = time.perf_counter() - began
-        if any([ended(process) for process in processes]):
-            raise RuntimeError("a save that nobody killed failed")
+        statuses = [ended(process) for process in processes]
+        if any(statuses):
+            raise RuntimeError(f"a save that nobody killed failed: {statuses}")
         self.saved = self.step
         return seconds
 
