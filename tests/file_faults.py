@@ -52,6 +52,7 @@ class _Os:
 
     def __init__(self, plan: FilePlan) -> None:
         self._plan = plan
+        self._opened: dict[int, object] = {}
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(os, name)
@@ -59,12 +60,16 @@ class _Os:
 
     def _planned(self, operation: str, found: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
+            of = self._opened.get(args[0], args[0])
             if operation == "close":
                 found(*args)  # a file is closed even if that fails
-                self._plan.reach(operation, args[0])
+                self._plan.reach(operation, of)
                 return None
-            self._plan.reach(operation, args[0])
-            return found(*args, **options)
+            self._plan.reach(operation, of)
+            result = found(*args, **options)
+            if operation == "open":
+                self._opened[result] = args[0]
+            return result
 
         return call
 

@@ -4,5 +4,6 @@
 """
 
 from placement.checkpoint.checkpoints import Checkpoints, Loaded
+from placement.checkpoint.converting import convert
 
-__all__ = ["Checkpoints", "Loaded"]
+__all__ = ["Checkpoints", "Loaded", "convert"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +19,10 @@ from placement.checkpoint.form import MANIFEST, Contents, File, Manifest, damage
 from placement.checkpoint.loading import Incoming
 from placement.checkpoint.storage import Reader, Taker
 from placement.checkpoint.taking import Taken, take
-from placement.checkpoint.together import Together, rank, world_size
+from placement.checkpoint.together import Together, quiet_without_a_group, rank, world_size
 from placement.checkpoint.verifying import Stored
 from placement.checkpoint.writing import Pending, Publication, Share
-from placement.errors import ContradictoryOptions, RanksDisagree
+from placement.errors import CannotSave, ContradictoryOptions, RanksDisagree
 from placement.manager import PlacementManager
 
 
@@ -106,7 +104,8 @@ class Checkpoints:
         """Save a checkpoint, and make it the latest.
 
         Args:
-            step: the training step it is of. If there is a checkpoint of it, it is replaced.
+            step: the training step it is of, not negative. If there is a checkpoint of it, it is
+                replaced.
             extras: what else is to come back: tensors and plain data (docs/checkpoints.md), the
                 same on all ranks.
             blocking: whether to return when the checkpoint is whole. Otherwise everything is copied
@@ -120,6 +119,7 @@ class Checkpoints:
                 happened to the save before, which did not block: then this one has not begun.
             PlacementError: see :meth:`placement.PlacementManager.saving`.
         """
+        _require_number(step)
         self.finish()
         with self._manager.saving(step):
             pending = self._saved(step, extras, blocking)
@@ -171,7 +171,7 @@ class Checkpoints:
             stored, seals = together.each(lambda: self._verified(step))
             _require_same([{"checkpoint": seal} for seal in seals])
             incoming, _ = together.each(lambda: (self._fitted(stored), None))
-            with together.planning(), _one_process_is_meant():
+            with together.planning(), quiet_without_a_group():
                 dcp.load(
                     incoming.buffers,
                     storage_reader=Reader(stored.path, stored.contents.tensors, incoming.buffers),
@@ -190,7 +190,7 @@ class Checkpoints:
         draft = together.first(lambda: self._directory.begin(step))
         try:
             taker = Taker(tensor_file(rank()), _itself if blocking else _private_copy)
-            with together.planning(), _one_process_is_meant():
+            with together.planning(), quiet_without_a_group():
                 dcp.save(
                     taken.tensors,
                     storage_writer=taker,
@@ -249,6 +249,16 @@ class Checkpoints:
         return Incoming(stored, self._manager, self._scheduler, rank(), world_size())
 
 
+def _require_number(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise CannotSave(
+            asked="saving a checkpoint",
+            state=f"its step is {step!r}",
+            why="checkpoints are named after a step, and found by it",
+            instead="pass the number of steps that were taken, as an int",
+        )
+
+
 def _saving(step: int) -> Together:
     return Together(
         f"saving the checkpoint of step {step}",
@@ -301,11 +311,3 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def _private_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory that nobody else has."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """torch warns that it saves and loads in one process only, if there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

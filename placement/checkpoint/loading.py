@@ -306,8 +306,9 @@ def _agree(present: torch.Tensor, stored: StoredTensor) -> bool:
 def _host_memory_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Memory on the host for ``tensor``; of a distributed one, for this rank's shard."""
     if isinstance(tensor, DTensor):
+        described = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
         shard = torch.empty(tensor.to_local().shape, dtype=dtype)
-        return rewrap(tensor.detach(), {"_local_tensor": shard})
+        return rewrap(described, {"_local_tensor": shard})
     return torch.empty(tensor.shape, dtype=dtype)
 
 

@@ -7,6 +7,7 @@ ranks fail in different ways).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ def rank() -> int:
 def world_size() -> int:
     """How many ranks there are; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def quiet_without_a_group() -> Iterator[None]:
+    """torch warns that it saves and loads in one process only, if there is no process group. That
+    is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 @dataclass(frozen=True)

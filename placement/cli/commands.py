@@ -22,7 +22,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Reads placement traces: what was moved where, when, by whom, and whether it was right.",
+    help="Reads placement traces: what was moved where, when, by whom, and whether it was right. "
+    "Converts checkpoints.",
 )
 
 _VIOLATED = 1
@@ -113,6 +114,41 @@ def states(
     """Print the state machine, as the table that decides what is legal has it."""
     with _errors_told():
         diagram.show(format, sys.stdout)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of torch.distributed.checkpoint.")],
+    destination: Annotated[Path, typer.Argument(help="The directory of checkpoints to add it to.")],
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Run whatever code the source holds.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The training step; by default the source's own.")
+    ] = None,
+) -> None:
+    """Convert a checkpoint of torch.distributed.checkpoint into one without pickles.
+
+    Its .metadata is a pickle, and so is every value in its .distcp files that is no tensor. Reading
+    them can run any code, with your rights. So you have to say that you trust who wrote it.
+    """
+    if not trust_pickle:
+        typer.echo(
+            f"error: {source} has to be unpickled: .metadata, and every value in its .distcp files "
+            "that is no tensor. That can run any code, with your rights.\n"
+            "  instead: if you trust who wrote it, say so: --trust-pickle",
+            err=True,
+        )
+        raise typer.Exit(_UNREADABLE)
+    # Here, since torch takes seconds to import, and the other commands do without it.
+    from placement.checkpoint import convert as converted
+    from placement.errors import CheckpointError
+
+    try:
+        typer.echo(f"{destination}: added step {converted(source, destination, step=step)}")
+    except CheckpointError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(_UNREADABLE) from None
 
 
 def _table(traces: Traces, wanted: showing.Wanted) -> Iterator[str]:

@@ -15,10 +15,18 @@ from pathlib import Path
 import pytest
 from file_faults import CHANGING, failing_files
 from models import assert_equal, values, whereabouts
-from training import checkpoints, dropping_engine, plain_manager, stepped, whole_state
+from torch.distributed.fsdp import FullyShardedDataParallel
+from training import checkpoints, dropping, dropping_engine, plain_manager, stepped, whole_state
 
 from engine import FSDPEngine, Offload
-from placement import CheckpointFailed, Checkpoints, NoCheckpoint
+from placement import (
+    CannotSave,
+    CheckpointFailed,
+    Checkpoints,
+    ContradictoryOptions,
+    NoCheckpoint,
+    find_compute_device,
+)
 
 
 def engine_after(step: int, offload: Offload) -> FSDPEngine:
@@ -149,6 +157,55 @@ def test_every_operation_of_a_load_can_fail_and_nothing_is_changed(
             with pytest.raises(Exception, match=r"planned|can't be read"):
                 checkpoints(tmp_path, engine).load()
         assert_equal(values(engine.manager.census()), found)
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(
+    device_type: str, tmp_path: Path
+) -> None:
+    kept = Checkpoints(tmp_path / "new", plain_manager())
+    with failing_files() as plan:
+        kept.save(1)
+    seen = [line.replace(str(tmp_path), "") for line in plan.seen]
+    draft = next(line.split()[1] for line in seen if line.startswith("rename"))
+
+    def when(operation: str, of: str, after: int = 0) -> int:
+        return seen.index(f"{operation} {of}", after)
+
+    published = when("rename", draft)
+    for name in ("rank-00000.safetensors", "contents.json", "manifest.json"):
+        last_write = max(n for n, line in enumerate(seen) if line == f"write {draft}/{name}")
+        assert last_write < when("fsync", f"{draft}/{name}") < when("fsync", draft) < published
+    assert when("write", f"{draft}/contents.json") < when("write", f"{draft}/manifest.json")
+    latest = max(n for n, line in enumerate(seen) if line.startswith("replace"))
+    unfinished = seen[latest].split()[1]
+    assert published < when("fsync", "/new", published) < when("write", unfinished)
+    assert when("fsync", unfinished) < latest < when("fsync", "/new", latest)
+    assert when("mkdir", "/new") < when("fsync", "")  # the directory above has its name
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+def test_a_step_that_is_no_number_is_refused(
+    device_type: str, tmp_path: Path, step: object
+) -> None:
+    with pytest.raises(CannotSave, match="its step is"):
+        Checkpoints(tmp_path / "none", plain_manager()).save(step)  # type: ignore[arg-type]
+    assert not (tmp_path / "none").exists()
+
+
+def test_keeping_none_is_refused(device_type: str, tmp_path: Path) -> None:
+    with pytest.raises(ContradictoryOptions, match="max_to_keep=0"):
+        Checkpoints(tmp_path, plain_manager(), max_to_keep=0)
+
+
+def test_fsdp1_is_refused_by_name(one_rank: str, tmp_path: Path) -> None:
+    Checkpoints(tmp_path / "plain", plain_manager()).save(1)
+    device = find_compute_device()
+    manager = plain_manager(FullyShardedDataParallel(dropping().to(device), device_id=device))
+    with pytest.raises(CannotSave, match="FSDP1"):
+        Checkpoints(tmp_path / "none", manager).save(1)
+    with pytest.raises(CannotSave, match="FSDP1"):
+        Checkpoints(tmp_path / "plain", manager).load()
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_oldest_go_after_the_new_one_is_whole(device_type: str, tmp_path: Path) -> None:

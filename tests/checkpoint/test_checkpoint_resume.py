@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import adam, assert_equal, normed, normed_batch, normed_engine, values, whereabouts
+from models import (
+    adam,
+    assert_equal,
+    normed,
+    normed_batch,
+    normed_engine,
+    sharded,
+    values,
+    whereabouts,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import (
@@ -196,8 +205,9 @@ def test_saving_an_optimizer_that_took_no_step_leaves_it_so(one_rank: str, tmp_p
     assert train(other, 0, 2) == expected
 
 
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
 def test_state_of_a_wider_dtype_than_its_parameter_stays_wide(
-    one_rank: str, tmp_path: Path
+    one_rank: str, tmp_path: Path, shard: bool
 ) -> None:
     class Wide(torch.optim.Optimizer):
         """Sums gradients in float32, whatever the parameter's dtype."""
@@ -210,6 +220,7 @@ def test_state_of_a_wider_dtype_than_its_parameter_stays_wide(
 
     def managed() -> PlacementManager:
         module = dropping().bfloat16().to(one_rank)
+        module = sharded(module) if shard else module
         return PlacementManager(module, Wide(module.parameters(), {}), trace=Trace())
 
     first, second = stepped(managed()), managed()
