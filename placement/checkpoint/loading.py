@@ -94,7 +94,10 @@ class Incoming:
         contents = self._contents
         set_model_state_dict(
             self._manager.module,
-            {name: self._read_entry(tree) for name, tree in contents.model.items()},
+            {
+                name: decode(tree, self._read_own if _is_extra_state(name) else self._read)
+                for name, tree in contents.model.items()
+            },
         )
         if contents.optimizer is not None:
             self._install_optimizer(contents.optimizer)
@@ -113,8 +116,10 @@ class Incoming:
         for name in present.keys() & saved.keys():
             value, tree = present[name], saved[name]
             stored = self._stored(tree)
-            if not isinstance(value, torch.Tensor) or stored is None:
-                self._fit_plain(tree)  # what a module's get_extra_state() returned
+            if _is_extra_state(name):
+                self._fit_plain(tree)
+            elif not isinstance(value, torch.Tensor) or stored is None:
+                self._differences.append(f"model: {name} is no tensor in the checkpoint")
             elif self._compare(f"model: {name}", value, stored):
                 self.buffers[tree["$tensor"]] = _host_memory_like(value, value.dtype)
 
@@ -252,11 +257,6 @@ class Incoming:
         """A tensor that was read, to be kept."""
         return self.buffers[key].clone()
 
-    def _read_entry(self, tree: Any) -> Any:
-        """An entry of the model's state dict: a tensor, which torch copies into the parameter, or
-        what a module's ``get_extra_state()`` returned."""
-        return decode(tree, self._read if self._stored(tree) is not None else self._read_own)
-
     def _read_state(self, key: str) -> torch.Tensor:
         """A tensor of the optimizer's state: the one that is there, with the values that were read,
         if it fits, so that it takes no more memory than before."""
@@ -301,6 +301,12 @@ class Incoming:
 
 def _agree(present: torch.Tensor, stored: StoredTensor) -> bool:
     return (present.dtype, tuple(present.shape)) == (DTYPES[stored.dtype], stored.shape)
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state()`` returned: anything,
+    also a tensor of another shape than the one that is there."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _host_memory_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Stored:
         self.path = path
         if not (path / MANIFEST).exists():
             raise _without_manifest(path)
+        _size_of(path / MANIFEST)
         self.manifest: Manifest = decoded_manifest(files.read(path / MANIFEST), path / MANIFEST)
         self._require_names()
         self._require_undamaged(CONTENTS)
@@ -73,11 +74,7 @@ class Stored:
 
     def _require_undamaged(self, name: str) -> None:
         path, expected = self.path / name, self.manifest.files[name]
-        try:
-            size = files.size_of(path)
-        except OSError as error:
-            raise damaged(path, f"it can't be read: {error.strerror}") from error
-        if size != expected.bytes:
+        if (size := _size_of(path)) != expected.bytes:
             raise damaged(path, f"it has {size:,} bytes, and was written with {expected.bytes:,}")
         if (found := files.look_at(path)) != expected:
             raise damaged(
@@ -114,6 +111,14 @@ class Stored:
             if dimensions != {len(tensor.shape)} or (not tensor.shape and len(tensor.chunks) > 1):
                 yield f"{name} and its chunks have different dimensions"
         yield from faults_of_plan(metadata_of(contents.tensors))
+
+
+def _size_of(path: Path) -> int:
+    """Bytes of a file; what is none is damage. A pipe would be waited for without end."""
+    try:
+        return files.size_of(path)
+    except OSError as error:
+        raise damaged(path, f"it can't be read: {error.strerror}") from error
 
 
 def _without_manifest(path: Path) -> Exception:

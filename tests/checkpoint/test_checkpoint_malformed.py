@@ -98,6 +98,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] =
         DamagedCheckpoint,
         MANIFEST,
     ),
+    "manifest that is a pipe": (
+        lambda c: ((c / MANIFEST).unlink(), os.mkfifo(c / MANIFEST)),
+        DamagedCheckpoint,
+        MANIFEST,
+    ),
     "manifest of another format": (
         lambda c: change_manifest(c, lambda m: m.update(format="lightning"), seal=True),
         ForeignCheckpoint,
@@ -298,6 +303,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] =
         lambda c: change_contents(c, lambda d: d["model"].pop("first.weight")),
         CheckpointMismatch,
         "model: first.weight is not in the checkpoint",
+    ),
+    "contents with something else for a parameter": (
+        lambda c: change_contents(c, lambda d: d["model"].update({"first.weight": [1, 2]})),
+        CheckpointMismatch,
+        "model: first.weight is no tensor in the checkpoint",
     ),
     "contents with state of a parameter that is not here": (
         lambda c: change_contents(c, lambda d: d["optimizer"]["state"].update(third={})),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from models import (
     adam,
     assert_equal,
+    local,
     normed,
     normed_batch,
     normed_engine,
@@ -35,7 +36,7 @@ from training import (
 
 from engine import FSDPEngine, Offload
 from engine.fsdp_engine import StepResult
-from placement import Checkpoints, PlacementManager, Trace
+from placement import Checkpoints, Component, PlacementManager, Trace
 from placement.testing import Ranks
 
 PAIRS = list(itertools.product(Offload, Offload))
@@ -270,6 +271,39 @@ def test_tied_parameters_and_extra_state_come_back(one_rank: str, tmp_path: Path
     text, tensor = second.module.seen[3]  # type: ignore[index]
     assert text == "three"
     assert torch.equal(tensor, torch.arange(3))
+
+
+def test_extra_state_that_is_a_tensor_may_have_any_shape(one_rank: str, tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        seen = torch.zeros(0)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.seen
+
+        def set_extra_state(self, state: object) -> None:
+            assert isinstance(state, torch.Tensor)
+            self.seen = state
+
+    first, second = plain_manager(Counting(2, 2)), plain_manager(Counting(2, 2))
+    first.module.seen = torch.arange(5)
+    Checkpoints(tmp_path, first).save(1)
+    Checkpoints(tmp_path, second).load()
+    assert torch.equal(second.module.seen, torch.arange(5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offload", Offload)
+def test_what_was_loaded_has_memory_of_its_own(
+    one_rank: str, tmp_path: Path, offload: Offload
+) -> None:
+    engine = dropping_engine(offload)
+    train(engine, 0, 1)
+    checkpoints(tmp_path, engine).save(1, [torch.arange(3), torch.arange(4)])
+    fresh = dropping_engine(offload)
+    extras = checkpoints(tmp_path, fresh).load().extras
+    loaded = [site.holding.tensor for site in fresh.manager.census().of(Component.OPTIMIZER).sites]
+    for tensor in map(local, [*loaded, *extras]):
+        # A view of the checkpoint's file would keep all of it, and move with all of it.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_groups_with_tensors_for_options_come_back(one_rank: str, tmp_path: Path) -> None:
