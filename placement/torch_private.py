@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -39,7 +38,6 @@ __all__ = [
     "FlatPiece",
     "ShardGroup",
     "ShardedParameter",
-    "canonical_name",
     "communicators",
     "convert_tensors",
     "default_store",
@@ -470,13 +468,6 @@ def default_store() -> dist.Store:
     same store has the same prefix."""
     store: dist.Store = distributed_c10d._get_default_store()
     return store
-
-
-def canonical_name(module: nn.Module, name: str) -> str:
-    """What ``get_model_state_dict`` calls a parameter of ``module``: its name without what wrappers
-    add to it (``torch.distributed.checkpoint.state_dict._get_fqns``)."""
-    (canonical,) = state_dicts._get_fqns(module, name)
-    return str(canonical)
 
 
 def faults_of_plan(metadata: Metadata) -> list[str]:

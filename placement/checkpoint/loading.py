@@ -28,7 +28,7 @@ from placement.checkpoint.taking import (
     generators,
     kind_of,
     named_parameters,
-    refuse_flat_parameters,
+    refuse_what_has_no_names,
     take_optimizer,
 )
 from placement.checkpoint.tree import Encoder, NotATree, decode
@@ -66,7 +66,7 @@ class Incoming:
         rank: int,
         world_size: int,
     ) -> None:
-        refuse_flat_parameters(manager)
+        refuse_what_has_no_names(manager)
         self.buffers: dict[str, torch.Tensor] = {}
         self._path = stored.path
         self._contents: Contents = stored.contents

@@ -1,7 +1,8 @@
 """What of a module and its optimizer goes into a checkpoint, and under which names.
 
-Names are canonical: those that parameters have in the module before anything wraps it, as
-``torch.distributed.checkpoint.state_dict`` gives them. So what one wrapper saved another can load.
+Names are those that parameters have in the module before anything wraps it: torch's
+``get_model_state_dict`` and ``placement/names.py`` leave the same parts out. So what one wrapper
+saved another can load.
 
 Unlike ``get_optimizer_state_dict`` this changes nothing: torch's function takes a step with an
 optimizer that has no state yet, after which its step counters are at 1.
@@ -25,8 +26,8 @@ from placement.checkpoint.form import OptimizerState, ParameterGroup, SchedulerS
 from placement.checkpoint.tree import Encoder
 from placement.errors import CannotSave
 from placement.manager import PlacementManager
+from placement.optimizer import optimizers_in
 from placement.owners.fsdp1 import FSDP1Module
-from placement.torch_private import canonical_name
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def take(manager: PlacementManager, scheduler: LRScheduler | None, extras: Any, 
     Raises:
         CannotSave: something of it can't come back exactly.
     """
-    refuse_flat_parameters(manager)
+    refuse_what_has_no_names(manager)
     encoder = Encoder()
     taken = Taken(
         tensors=encoder.tensors,
@@ -124,12 +125,10 @@ def take_optimizer(manager: PlacementManager, encoder: Encoder) -> OptimizerStat
 
 
 def named_parameters(manager: PlacementManager) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by canonical name, in the order in which torch numbers them."""
+    """The optimizer's parameters by name, in the order in which torch numbers them."""
     assert manager.optimizer is not None
-    names = {
-        id(parameter): canonical_name(manager.module, name)
-        for name, parameter in reversed(list(manager.owner.parameters().items()))
-    }
+    found = reversed(list(manager.owner.parameters().items()))
+    names = {id(parameter): name for name, parameter in found}
     return {
         names[id(parameter)]: parameter
         for group in manager.optimizer.param_groups
@@ -152,11 +151,20 @@ def kind_of(what: object) -> str:
     return f"{type(what).__module__}.{type(what).__qualname__}"
 
 
-def refuse_flat_parameters(manager: PlacementManager) -> None:
+def refuse_what_has_no_names(manager: PlacementManager) -> None:
     """
     Raises:
-        CannotSave: the module is FSDP1's.
+        CannotSave: the module is FSDP1's, or the optimizer wraps others.
     """
+    wrapped = [] if manager.optimizer is None else list(optimizers_in(manager.optimizer))[1:]
+    if wrapped:
+        raise CannotSave(
+            asked="a checkpoint",
+            state=f"{kind_of(manager.optimizer)} wraps {', '.join(map(kind_of, wrapped))}",
+            why="its own state dict says nothing of the state that these have",
+            instead="save the state dicts of these through extras, from a manager without an "
+            "optimizer, or train with one optimizer that has all groups",
+        )
     if isinstance(manager.owner, FSDP1Module):
         raise CannotSave(
             asked="a checkpoint",

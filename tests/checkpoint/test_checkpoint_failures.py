@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from file_faults import CHANGING, failing_files
 from models import assert_equal, values, whereabouts
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,6 +26,8 @@ from placement import (
     Checkpoints,
     ContradictoryOptions,
     NoCheckpoint,
+    PlacementManager,
+    Trace,
     find_compute_device,
 )
 
@@ -206,6 +209,20 @@ def test_fsdp1_is_refused_by_name(one_rank: str, tmp_path: Path) -> None:
         Checkpoints(tmp_path / "none", manager).save(1)
     with pytest.raises(CannotSave, match="FSDP1"):
         Checkpoints(tmp_path / "plain", manager).load()
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_optimizer_that_wraps_others_is_refused(device_type: str, tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+    module = dropping().to(device_type)
+    optimizer = Wrapper(torch.optim.AdamW(module.parameters()))
+    manager = PlacementManager(module, optimizer, trace=Trace())
+    with pytest.raises(CannotSave, match=r"Wrapper wraps torch\.optim\.adamw\.AdamW"):
+        Checkpoints(tmp_path / "none", manager).save(1)
     assert not (tmp_path / "none").exists()
 
 
