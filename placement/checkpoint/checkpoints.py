@@ -122,9 +122,7 @@ class Checkpoints:
         _require_number(step)
         self.finish()
         with self._manager.saving(step):
-            pending = self._saved(step, extras, blocking)
-        if pending is not None:
-            self._pending = pending
+            self._save(step, extras, blocking)
 
     def finish(self) -> None:
         """Wait until a save that is under way is whole. Does nothing if there is none.
@@ -148,9 +146,9 @@ class Checkpoints:
         """Load a checkpoint into the module, the optimizer and the scheduler, and put the random
         generators where they were.
 
-        Every check is through on all ranks, and all that is needed has been read, before anything
-        changes on any. Only what can go wrong while values are put into place, such as memory of
-        the device that runs out, leaves a part of them; the error says so.
+        Every check is through on all ranks before anything changes on any. Only what can go wrong
+        while values are put into place, such as memory of the device that runs out, leaves a part
+        of them; the error says so.
 
         Args:
             step: which; None for the latest.
@@ -182,8 +180,8 @@ class Checkpoints:
 
     # Saving.
 
-    def _saved(self, step: int, extras: Any, blocking: bool) -> Pending | None:
-        """Save, or begin to."""
+    def _save(self, step: int, extras: Any, blocking: bool) -> None:
+        """Plan with all ranks, and take what is to be written; then write it, or begin to."""
         together = _saving(step)
         taken, told = together.each(lambda: self._taken(extras))
         _require_same([digests for digests, _ in told])
@@ -200,11 +198,11 @@ class Checkpoints:
                 )
             share = Share(draft.path, rank(), world_size(), taker.taken)
             publication = self._publication(draft, taken, taker, [tree for _, tree in told])
-            if not blocking:
+            if blocking:
+                _complete(together, share.write, publication.publish)
+            else:
                 to_publish = publication if rank() == 0 else None
-                return Pending(step, share, to_publish, self._manager.deadline)
-            _complete(together, share.write, publication.publish)
-            return None
+                self._pending = Pending(step, share, to_publish, self._manager.deadline)
         except BaseException:
             if rank() == 0:
                 self._directory.discard(draft)

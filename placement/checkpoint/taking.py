@@ -20,10 +20,12 @@ import torch
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from placement.checkpoint.form import OptimizerState, ParameterGroup, SchedulerState
-from placement.checkpoint.tree import Encoder
+from placement.checkpoint.tensor_file import bytes_of
+from placement.checkpoint.tree import Encoder, tensors_in
 from placement.errors import CannotSave
 from placement.manager import PlacementManager
 from placement.optimizer import optimizers_in
@@ -48,14 +50,20 @@ class Taken:
     generators: Any
 
     def digests(self) -> dict[str, str]:
-        """What has to be the same on all ranks, by its name, as checksums."""
+        """What has to be the same on all ranks, by its name, as checksums. Of the extras that is
+        the values of tensors, too, unless they are distributed."""
         same = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "extras": self.extras,
         }
-        return {k: xxhash.xxh3_64_hexdigest(msgspec.json.encode(v)) for k, v in same.items()}
+        digests = {name: xxhash.xxh3_64(msgspec.json.encode(tree)) for name, tree in same.items()}
+        for name in tensors_in(self.extras):
+            if not isinstance(self.tensors[name], DTensor):
+                for block in bytes_of(self.tensors[name]):
+                    digests["extras"].update(block)
+        return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def take(manager: PlacementManager, scheduler: LRScheduler | None, extras: Any, rank: int) -> Taken:

@@ -32,7 +32,15 @@ def content(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     yield memoryview(_header(ordered))
     for _, tensor in ordered:
-        yield from _bytes_of(tensor)
+        yield from bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The elements of ``tensor`` in order, as they lie in memory; nothing for an empty tensor."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if host.nbytes:
+        array = ctypes.c_ubyte * host.nbytes
+        yield memoryview(array.from_address(host.data_ptr()))  # valid as long as host is
 
 
 class TensorFile:
@@ -89,11 +97,3 @@ def _shape_in_file(dtype: str, shape: Sequence[int]) -> list[int]:
     if dtype == "F4":
         return [*shape[:-1], 2 * shape[-1]]
     return list(shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements of ``tensor`` in order, as they lie in memory; nothing for an empty tensor."""
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    if host.nbytes:
-        array = ctypes.c_ubyte * host.nbytes
-        yield memoryview(array.from_address(host.data_ptr()))  # valid as long as host is

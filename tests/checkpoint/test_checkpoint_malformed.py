@@ -508,15 +508,19 @@ def test_a_bad_file_that_one_rank_finds_is_refused_by_all(two_ranks: Ranks) -> N
     assert first == second
 
 
-def other_extras() -> str:
+def other_extras(in_a_tensor: bool) -> str:
     engine = dropping_engine(Offload.NONE)
+    rank = torch.tensor(dist.get_rank()) if in_a_tensor else dist.get_rank()
     with pytest.raises(Exception, match="extras") as caught:
-        checkpoints(Path("never written"), engine).save(1, {"rank": dist.get_rank()})
+        checkpoints(Path("never written"), engine).save(1, {"rank": rank})
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_extras_that_differ_from_rank_to_rank_are_refused(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(other_extras)
+@pytest.mark.parametrize("in_a_tensor", [False, True], ids=["number", "tensor"])
+def test_extras_that_differ_from_rank_to_rank_are_refused(
+    two_ranks: Ranks, in_a_tensor: bool
+) -> None:
+    first, second = two_ranks.run(other_extras, in_a_tensor)
     assert first == second
     assert first.startswith("RanksDisagree")
     assert not Path("never written").exists()
