@@ -173,6 +173,15 @@ def test_a_policy_of_an_unknown_class_is_refused_rather_than_read_as_none(one_ra
         PlacementManager(sharded(normed(), Partial()))
 
 
+def test_no_policy_object_at_all_is_no_policy(one_rank: str) -> None:
+    mesh = init_device_mesh(one_rank, (1,))
+    module = fully_shard(normed().to(one_rank), mesh=mesh, offload_policy=None)  # as verl does
+    manager = PlacementManager(module)
+    assert manager.owner.managed is None
+    manager.offload()
+    manager.onload()
+
+
 def test_an_optimizer_over_other_parameters_is_refused(one_rank: str) -> None:
     module = normed().to(one_rank)
     optimizer = adam(module.parameters())  # made too early: fully_shard makes new parameters

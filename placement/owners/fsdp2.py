@@ -180,11 +180,11 @@ def _offloads(group: ShardGroup, names: Mapping[int, str]) -> bool:
     """Whether FSDP2 offloads this group, from the class of its policy.
 
     An unknown class is refused rather than read as "none": guessing wrong moves tensors that
-    somebody else owns.
+    somebody else owns. None itself is no policy, and what verl passes where none is wanted.
     """
     policy = group.offload_policy
     offloads = isinstance(policy, CPUOffloadPolicy)
-    known = offloads or type(policy) is OffloadPolicy
+    known = offloads or policy is None or type(policy) is OffloadPolicy
     if not known or any(p.offloads_to_cpu is not offloads for p in group.parameters):
         raise OwnershipUnclear(
             asked="adopting the module",
