@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -598,3 +598,50 @@ def test_errors_travel_between_processes() -> None:
     lost = pickle.loads(pickle.dumps(RankLost(**parts, ranks=(1,))))
     assert (disagree.said, disagree.why) == (said, "so")
     assert (lost.ranks, str(lost).splitlines()[0]) == ((1,), "save refused: rank 0 of 2")
+
+
+# Generators that are dropped.
+
+
+def gathered(agreement: Agreement) -> Iterator[int]:
+    with agreement.together("export", FACTS):
+        for item in range(3):
+            dist.barrier()
+            yield item
+
+
+def drop_in_step(late: int) -> str | None:
+    agreement = Agreement(AMPLE)
+    items = gathered(agreement)
+    next(items)
+    if dist.get_rank() == late:
+        time.sleep(0.1)  # the others go on: nobody waits for it to drop its own
+    items.close()
+    with agreement.together("save", FACTS):
+        dist.barrier()
+    return agreement.poisoned
+
+
+def test_a_body_that_all_ranks_drop_in_step_has_ended_like_any_other(local_ranks: Ranks) -> None:
+    for late in range(2):
+        assert local_ranks.run(drop_in_step, late) == [None] * local_ranks.size
+
+
+def drop_on_one_rank() -> tuple[bool, float]:
+    agreement = Agreement(DEADLINE)
+    items = gathered(agreement)
+    next(items)
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        items.close()
+        return time.monotonic() - began < DEADLINE, 0.0
+    with pytest.raises((RuntimeError, RankLost)):
+        list(items)
+    return agreement.poisoned is not None, time.monotonic() - began
+
+
+def test_a_rank_that_drops_its_body_alone_is_lost_to_the_others(two_ranks: Ranks) -> None:
+    (noticed, seconds), (left_at_once, _) = two_ranks.run(drop_on_one_rank)
+    assert noticed
+    assert seconds < DEADLINE + SLACK
+    assert left_at_once
