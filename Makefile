@@ -50,8 +50,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-$(CLIENTS)/.installed: pyproject.toml constraints.txt constraints-clients.txt
+$(CLIENTS)/.installed: pyproject.toml requirements-clients.txt constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --constraint constraints.txt --editable '.[testing]' \
-		--requirement constraints-clients.txt
+	$(CLIENTS)/bin/pip install --quiet --constraint constraints-clients.txt --editable '.[testing]' \
+		--requirement requirements-clients.txt
+	$(CLIENTS)/bin/pip install --quiet --constraint constraints-clients.txt --no-deps verl
 	touch $@
