@@ -21,6 +21,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from placement.agreement import Agreement
+from placement.attach import Attachment
 from placement.census import Census
 from placement.claims import Claim
 from placement.errors import (
@@ -249,6 +250,54 @@ class PlacementManager:
         self._use_guard.remove()
         self._claim.release()
         self._detached = True
+
+    def attach(
+        self,
+        engine: object,
+        *,
+        to: str | None = "to",
+        train: str | None = "train_mode",
+        evaluate: str | None = "eval_mode",
+        save: str | None = "save_checkpoint",
+        load: str | None = "load_checkpoint",
+        export: Iterable[str] = (),
+    ) -> Attachment:
+        """Put this manager under the methods of an engine, whose class is left as it is.
+
+        They are wrapped on this instance: each runs in the context that fits, and leaves the
+        placement that it found. The engine's own moves are seen to: what it calls of its ``to`` in
+        a wrapped method moves nothing. ``docs/examples/test_attach_an_engine.py`` shows an engine.
+
+        Args:
+            engine: an engine over this manager's module.
+            to: name of its method that moves by hand; it becomes :meth:`to`. It may be called as
+                ``to(device)``, or with ``model``, ``optimizer`` and ``grad`` as well.
+            train, evaluate: names of its methods that return a context in which it trains or
+                evaluates.
+            save, load: names of its methods that write and read a checkpoint. In them its state
+                dicts are where the model rests.
+            export: names of its generator methods that yield weights. In them the weights are on
+                the compute device.
+
+            None for a method that it has not.
+
+        Returns:
+            What undoes it: :meth:`~placement.attach.Attachment.detach`.
+
+        Raises:
+            ContradictoryOptions: the engine has no method of a name.
+            AlreadyManaged: a manager is attached to it.
+        """
+        return Attachment(
+            self,
+            engine,
+            to=to,
+            train=train,
+            evaluate=evaluate,
+            save=save,
+            load=load,
+            export=export,
+        )
 
     def recover(self) -> None:
         """Make a torn module whole: put every tensor where the record says it was before the move
