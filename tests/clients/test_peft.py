@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from placement import Placement, PlacementManager, find_compute_device
+from placement import Placement, PlacementManager, Trace, find_compute_device
 from placement.testing import Ranks
 
 pytest.importorskip("peft", reason="peft is not installed; make test-clients runs this")
@@ -134,3 +134,87 @@ def test_the_whole_lifecycle_under_each_policy(
     ranks: Callable[[int], Ranks], size: int, name: str, lora: bool
 ) -> None:
     ranks(size).run(whole_lifecycle, name, lora)
+
+
+# The adapter merged into its base weights, and alone.
+
+
+def adapters(module: nn.Module) -> Iterator[nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return (part for part in module.modules() if isinstance(part, LoraLayer))
+
+
+def merge(module: nn.Module) -> None:
+    with torch.no_grad():
+        for adapter in adapters(module):
+            adapter.merge()
+
+
+def unmerge(module: nn.Module) -> None:
+    with torch.no_grad():
+        for adapter in adapters(module):
+            adapter.unmerge()
+
+
+def logits(module: nn.Module) -> torch.Tensor:
+    tokens = torch.arange(9).expand(2, 9).to(next(module.buffers()).device)
+    with torch.no_grad():
+        out: torch.Tensor = module(input_ids=tokens).logits
+    return out.cpu()
+
+
+def merged_and_unmerged(name: str) -> None:
+    policy, rest = POLICIES[name]
+    plain = model(lora=True)
+    module = sharded(model(lora=True), policy())
+    manager = PlacementManager(module, rest=rest, verify="always", deadline=60.0)
+    found, before = manager.placements, dict(manager.export())
+    with manager.evaluating():
+        apart = logits(module)
+        merge(module)
+        torch.testing.assert_close(logits(module), apart, rtol=1e-4, atol=1e-5)
+    assert manager.placements == found
+
+    merge(plain)
+    for key, weight in manager.export():
+        torch.testing.assert_close(weight.cpu(), plain.state_dict()[key], rtol=1e-5, atol=1e-6)
+    with manager.evaluating():
+        unmerge(module)
+    assert manager.placements == found
+    for key, weight in manager.export():
+        torch.testing.assert_close(weight, before[key], rtol=1e-5, atol=1e-6)
+    manager.verify()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("size", [1, 2], ids=["1 rank", "2 ranks"])
+def test_an_adapter_is_merged_where_the_model_is_evaluated_and_stays_so_through_moves(
+    ranks: Callable[[int], Ranks], size: int, name: str
+) -> None:
+    ranks(size).run(merged_and_unmerged, name)
+
+
+def saved_alone(name: str) -> None:
+    from peft import get_peft_model_state_dict
+
+    policy, rest = POLICIES[name]
+    plain = get_peft_model_state_dict(model(lora=True))
+    module = sharded(model(lora=True), policy())
+    manager = PlacementManager(module, rest=rest, deadline=60.0, trace=Trace())
+    found, moved = manager.placements, len(manager.trace.moves())
+    with manager.saving():
+        alone = {key: part.full_tensor() for key, part in get_peft_model_state_dict(module).items()}
+    assert manager.placements == found
+    assert len(manager.trace.moves()) == moved
+    assert alone.keys() == plain.keys()
+    for key, weight in alone.items():
+        assert torch.equal(weight.cpu(), plain[key]), key
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("size", [1, 2], ids=["1 rank", "2 ranks"])
+def test_an_adapter_is_saved_alone_without_a_move_of_its_base(
+    ranks: Callable[[int], Ranks], size: int, name: str
+) -> None:
+    ranks(size).run(saved_alone, name)
