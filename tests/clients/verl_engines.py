@@ -84,6 +84,7 @@ def built(
     lora_rank: int = 0,
     merge: bool = False,
     contents: tuple[str, ...] = ("model", "optimizer", "extra"),
+    param_dtype: str = "fp32",
     deadline: float = 60.0,
     **config: Any,
 ) -> Any:
@@ -104,7 +105,7 @@ def built(
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=2,
             model_dtype="fp32",
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+            mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32"},
             **config,
         ),
         "optimizer_config": FSDPOptimizerConfig(
