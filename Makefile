@@ -52,7 +52,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(CLIENTS)/.installed: pyproject.toml requirements-clients.txt constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --constraint constraints-clients.txt --editable '.[testing]' \
+	$(CLIENTS)/bin/pip install --quiet --constraint constraints-clients.txt --editable '.[pretrained,testing]' \
 		--requirement requirements-clients.txt
 	$(CLIENTS)/bin/pip install --quiet --constraint constraints-clients.txt --no-deps verl
 	touch $@

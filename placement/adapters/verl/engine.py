@@ -173,8 +173,8 @@ class PlacedEngine(FSDPEngine):
         adapter = self._adapter_for_the_rollout()
         if adapter is None:
             verls_own = super().get_per_tensor_param
-            merged = partial(_first, verls_own, layered_summon, base_sync_done, **kwargs)
-            return self._exported(merged, computes=self._is_lora), None
+            weights = partial(_first, verls_own, layered_summon, base_sync_done, **kwargs)
+            return self._exported(weights, computes=self._is_lora), None
         if self._qat_enabled:
             raise ContradictoryOptions(
                 asked="exporting an adapter and its base weights apart",
