@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointMismatch,
         ContradictoryOptions,
         DamagedCheckpoint,
+        DeclarationBroken,
         Detached,
         ExportFailed,
         ForeignCheckpoint,
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AlreadyManaged": "placement.errors",
     "CannotMove": "placement.errors",
+    "DeclarationBroken": "placement.errors",
     "CannotSave": "placement.errors",
     "Census": "placement.census",
     "CheckpointError": "placement.errors",
@@ -152,6 +154,7 @@ __all__ = [
     "Component",
     "ContradictoryOptions",
     "DamagedCheckpoint",
+    "DeclarationBroken",
     "Detached",
     "Event",
     "EventKind",

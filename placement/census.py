@@ -8,9 +8,11 @@ https://github.com/verl-project/verl/issues/5995.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +21,7 @@ from placement.tensors import Holding, Kind, has_storage, parts, same_device
 from placement.torch_private import storage_address
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """One tensor and where it is.
 
     Attributes:
@@ -47,8 +48,10 @@ class Site:
     @property
     def at_odds(self) -> bool:
         """Whether the wrapper says one device and its bytes are on another."""
-        device = self.device
-        return any(where != device and not same_device(where, device) for where in self.rests_on)
+        device, places = self.device, self.rests_on
+        if len(places) == 1 and places[0] == device:
+            return False  # nearly always, and looked at for every tensor of every move
+        return any(not same_device(where, device) for where in places)
 
     def is_on(self, device: torch.device) -> bool:
         """Whether the tensor is on ``device``, wrapper and bytes alike."""
@@ -70,7 +73,14 @@ class Census:
 
     def of(self, *components: Component) -> Census:
         """The part of it that belongs to the given components."""
-        return Census([site for site in self.sites if site.kind.component in components])
+        return Census([site for c in components for site in self._by_component.get(c, ())])
+
+    @cached_property
+    def _by_component(self) -> Mapping[Component, Sequence[Site]]:
+        found: defaultdict[Component, list[Site]] = defaultdict(list)
+        for site in self.sites:
+            found[site.holding.kind.component].append(site)
+        return found
 
     def bytes_by_device(self) -> dict[str, int]:
         """Bytes on each device, each storage counted once. Wrappers are not asked, bytes are."""

@@ -131,6 +131,10 @@ class GroupPoisoned(PlacementError):
     another collective; only local moves are possible."""
 
 
+class DeclarationBroken(PlacementError):
+    """What was declared to stay unchanged on the device was changed there."""
+
+
 class TornPlacement(IllegalTransition):
     """A move failed while it was swapping tensors, now or earlier: the component is torn."""
 

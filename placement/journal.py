@@ -163,6 +163,7 @@ def _cost(moved: Moved | None) -> dict[str, Any]:
     return {
         "bytes_to_device": moved.to_device,
         "bytes_to_host": moved.to_host,
+        "bytes_unchanged": moved.unchanged,
         "seconds": moved.seconds,
         "device_bytes": moved.device_bytes,
         "host_bytes": moved.host_bytes,

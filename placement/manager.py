@@ -27,6 +27,7 @@ from placement.claims import Claim
 from placement.errors import (
     AlreadyManaged,
     ContradictoryOptions,
+    DeclarationBroken,
     Detached,
     PlacementDrift,
     PlacementError,
@@ -36,13 +37,14 @@ from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
 from placement.leftovers import Leftover
 from placement.manifest import optimizer_manifest
-from placement.mover import Mover
+from placement.mover import Begun, Mover
 from placement.owners import Owner
 from placement.record import Record
-from placement.residence import require_possible
+from placement.residence import require_matches, require_possible
 from placement.states import (
     COMPUTES_WITH,
     HOLDS,
+    UNCHANGED_BY,
     Component,
     Mode,
     Operation,
@@ -102,6 +104,13 @@ class PlacementManager:
             next context or move. ``"raise"``: :class:`~placement.errors.PlacementDrift`.
             ``"adopt"``: the placement is read anew from the tensors, unless a context is open or
             they show none.
+        unchanged: names or ``fnmatch`` patterns of parameters and buffers that nobody changes while
+            they are on the device: frozen layers, a reference model (``["*"]``). An offload drops
+            their device copy and keeps the host copy, and raises
+            :class:`~placement.errors.DeclarationBroken` if a digest says that they were changed. An
+            evaluation declares as much for all parameters.
+        trust: leave the digest out: what is declared unchanged is not checked. A change is lost
+            without a word.
         verify: when the census is compared with the record. ``"boundaries"``: before anything
             moves, at save, load and export, and on :meth:`verify`. ``"always"``: at the beginning
             of every context too, which walks over all tensors. None: what the environment
@@ -136,6 +145,8 @@ class PlacementManager:
         scaler: torch.amp.GradScaler | None = None,
         device: torch.device | str | None = None,
         stays: Iterable[str] = (),
+        unchanged: Iterable[str] = (),
+        trust: bool = False,
         rest: Placement | None = None,
         on_drift: Literal["raise", "adopt"] = "raise",
         verify: Literal["boundaries", "always"] | None = None,
@@ -156,9 +167,13 @@ class PlacementManager:
         self._detached = False
         self._leases = Leases()
         self._journal = Journal(self.trace, self._record, self._leases)
+        declared = tuple(unchanged)
+        require_matches(declared, self._record.census(), "unchanged=")
         self._claim = Claim(self._record)
         self._claim.refuse_shared("adopting the module", self._record.census())
-        self._mover = Mover(self._record, self._claim, self._journal)
+        self._mover = Mover(
+            self._record, self._claim, self._journal, unchanged=declared, trust=trust
+        )
         self._watch = ForeignWatch(self._record, self._journal)
         try:
             watch(module, self._watch)
@@ -175,6 +190,7 @@ class PlacementManager:
         self._adopt_on_drift = _one_of("on_drift", on_drift, ("raise", "adopt")) == "adopt"
         self._agreement = Agreement(deadline)
         self._lock = threading.RLock()
+        self._pending: PendingMove | None = None
         self._place_what_the_owner_leaves_to_us()
         if rest is not None:
             self._come_to_rest(rest)
@@ -235,6 +251,7 @@ class PlacementManager:
             ForeignOptimizer: the optimizer's parameters are no longer the module's.
             PlacementDrift: a tensor is not where the record says (whatever ``on_drift`` is).
         """
+        self._finish_pending()
         with self._journal.refusals("verify"), self._lock:
             return self._record.check("verify()")
 
@@ -244,6 +261,7 @@ class PlacementManager:
         Raises:
             PlacementHeld: a context is open.
         """
+        self._finish_pending()
         for component in Component:
             self._leases.refuse_move(component, "detach()")
         unwatch(self._watch)
@@ -306,6 +324,7 @@ class PlacementManager:
         Raises:
             PlacementError, RuntimeError: that failed too; it stays torn, and can be tried again.
         """
+        self._finish_pending()
         with self._journal.refusals("recover"), self._lock:
             self._require_attached("recover()")
             self._mover.recover()
@@ -313,7 +332,9 @@ class PlacementManager:
 
     # Moves by hand.
 
-    def onload(self, include: Iterable[Component | str] | None = None) -> None:
+    def onload(
+        self, include: Iterable[Component | str] | None = None, *, wait: bool = True
+    ) -> PendingMove:
         """Bring the model and the optimizer's state to the compute device.
 
         What is there already is left in peace. The placement this leaves is the one that later
@@ -322,6 +343,12 @@ class PlacementManager:
         Args:
             include: the components to bring, by name: ``params``, ``grads``, ``buffers``,
                 ``optimizer``. None for all.
+            wait: whether to wait for the copies. Without it they run beside the computation; the
+                tensors stay where they are, and so does the record, until the move is waited for.
+                Nobody may write to them meanwhile. Whatever is asked of the manager next, waits.
+
+        Returns:
+            The move, for ``wait()``.
 
         Raises:
             ContradictoryOptions: ``include`` names a component that is not known, or not there.
@@ -332,12 +359,19 @@ class PlacementManager:
             CannotMove: one of them could not come back as it was.
             AlreadyManaged: since its adoption it came to share memory with another's module.
         """
-        self._move_by_hand(Trigger.ONLOAD, self._included(include))
+        return self._move_by_hand(Trigger.ONLOAD, self._included(include), wait=wait)
 
-    def offload(self, include: Iterable[Component | str] | None = None) -> None:
+    def offload(
+        self, include: Iterable[Component | str] | None = None, *, wait: bool = True
+    ) -> PendingMove:
         """Put the model and the optimizer's state on the CPU, or what ``include`` names of them.
-        Raises as :meth:`onload` does."""
-        self._move_by_hand(Trigger.OFFLOAD, self._included(include))
+
+        Args, returns, raises: as :meth:`onload` does.
+
+        Raises:
+            DeclarationBroken: something was changed that was declared unchanged. It has moved.
+        """
+        return self._move_by_hand(Trigger.OFFLOAD, self._included(include), wait=wait)
 
     def to(
         self,
@@ -386,8 +420,11 @@ class PlacementManager:
         names = [part.value if isinstance(part, Component) else part for part in include]
         return [there[_one_of("include", name, tuple(there))] for name in names]
 
-    def _move_by_hand(self, trigger: Trigger, components: Iterable[Component]) -> None:
+    def _move_by_hand(
+        self, trigger: Trigger, components: Iterable[Component], *, wait: bool = True
+    ) -> PendingMove:
         dest = destination(trigger)
+        self._finish_pending()
         with self._journal.refusals(trigger.value), self._lock:
             asked = f"{trigger.value}()"
             self._require_attached(asked)
@@ -401,7 +438,66 @@ class PlacementManager:
                 if not machines[component].may(trigger):
                     raise machines[component].refusal(trigger)
                 self._leases.refuse_move(component, asked)
-            self._mover.bring(wanted, asked)
+            if wait:
+                self._refuse_broken(self._mover.bring(wanted, asked), asked)
+            elif (begun := self._mover.begin(wanted, asked)) is not None:
+                self._pending = PendingMove(self, begun, asked)
+                return self._pending
+        return PendingMove(self, None, asked)
+
+    def _finish_pending(self) -> None:
+        """Wait for a move that was begun with ``wait=False``, and make it.
+
+        Raises: as :meth:`onload` and :meth:`offload`.
+        """
+        with self._lock:
+            if (pending := self._pending) is None:
+                return
+            self._pending = None
+            begun, asked = pending._begun, pending._asked
+            assert begun is not None
+            with self._journal.refusals(asked):
+                try:
+                    self._record.check(f"the end of {asked}")
+                except BaseException:
+                    begun.transfer.abandon()
+                    raise
+                self._refuse_broken(self._mover.complete(begun), asked)
+
+    def _refuse_broken(self, changed: list[str], asked: str) -> None:
+        """Complain that tensors were changed that were declared unchanged. They have moved, with
+        their new values.
+
+        Raises:
+            DeclarationBroken: there are some.
+        """
+        if changed:
+            raise DeclarationBroken(
+                asked=asked,
+                state=f"{len(changed)} tensors were declared unchanged on the device and were "
+                "changed there",
+                why="their digests differ; without the check their new values would be lost. The "
+                "move was made, and kept them",
+                tensors=changed,
+                instead="change values inside manager.training() or loading(), and leave what is "
+                "changed out of unchanged=",
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that are kept for moves, in use or not."""
+        return self._mover.host_bytes
+
+    def release_host_memory(self) -> int:
+        """Let go of the pinned memory that is kept for moves to come. The next offload makes it
+        again, which takes longer than the copy.
+
+        Returns:
+            Bytes that were let go; memory that tensors rest in is kept.
+        """
+        self._finish_pending()
+        with self._lock:
+            return self._mover.release_host_memory()
 
     def leftovers(self) -> list[Leftover]:
         """What the last offload copied away and that is still alive on the device, because
@@ -412,6 +508,7 @@ class PlacementManager:
         and, as far as Python knows, what holds them. It takes as long as a garbage collection, and
         is to be called before anything else is allocated.
         """
+        self._finish_pending()
         with self._lock:
             return self._mover.leftovers()
 
@@ -647,6 +744,7 @@ class PlacementManager:
             in_place: whether it needs nothing on the compute device, whatever others would.
         """
         entered_at = call_site()
+        self._finish_pending()
         facts = {c.value: placement.value for c, placement in self._record.placements().items()}
         del facts[Component.GRADS.value]  # one rank may have some where another has none
         facts |= {"step": str(step), **options}
@@ -710,6 +808,7 @@ class PlacementManager:
 
     def _enter(self, operation: Operation, entered_at: str, in_place: bool) -> tuple[Lease, Mode]:
         """Check and bring what ``operation`` needs, then open its lease."""
+        self._finish_pending()
         collective = not COMPUTES_WITH[operation]  # then the ranks have checked it together
         with self._journal.refusals(operation.value), self._lock:
             asked = f"a context for {operation.value}"
@@ -722,7 +821,9 @@ class PlacementManager:
             self._leases.begin(lease)
             self._journal.entered(lease, mode)
             try:
-                self._mover.bring({c: Placement.GPU for c in found if c in needs}, asked)
+                unchanged = UNCHANGED_BY[operation]
+                self._mover.expect_changes(set(Component) - unchanged)
+                self._mover.bring({c: Placement.GPU for c in found if c in needs}, asked, unchanged)
                 if operation is Operation.SAVE and self.may_save():
                     self._mover.fire(Component.PARAMS, Trigger.SAVE)
             except BaseException as error:
@@ -755,18 +856,20 @@ class PlacementManager:
                     self._record.check(asked)
                 if lease.operation is Operation.EVALUATE:
                     self.owner.evaluated()
-                self._put_back(self._leases.owed(lease), asked)
+                changed = self._put_back(lease, asked)
             finally:
                 self._leases.end(lease)
+            self._refuse_broken(changed, asked)
 
-    def _put_back(self, owed: dict[Component, Placement], asked: str) -> None:
+    def _put_back(self, lease: Lease, asked: str) -> list[str]:
         """Bring back what a context found. A copy that failed has changed nothing, and nobody else
         will put it back, so it is tried a second time."""
+        owed, unchanged = self._leases.owed(lease), UNCHANGED_BY[lease.operation]
         try:
-            self._mover.bring(owed, asked)
+            return self._mover.bring(owed, asked, unchanged)
         except RuntimeError as error:
             _LOG.warning("the placement found is restored at the second try: %s", one_line(error))
-            self._mover.bring(owed, asked)
+            return self._mover.bring(owed, asked, unchanged)
 
     # Checks.
 
@@ -812,6 +915,31 @@ class PlacementManager:
         require_possible(self.owner, rest)
         with self._journal.refusals("rest"):
             self._mover.bring(dict.fromkeys(self._record.machines, rest), f"rest={rest.value}")
+
+
+class PendingMove:
+    """A move whose copies may still be under way."""
+
+    def __init__(self, manager: PlacementManager, begun: Begun | None, asked: str) -> None:
+        self._manager = manager
+        self._begun = begun
+        self._asked = asked
+
+    @property
+    def done(self) -> bool:
+        """Whether the move was made (or nothing was to be moved), or given up."""
+        return self._manager._pending is not self
+
+    def wait(self) -> None:
+        """Wait for the copies, and make the move. Does nothing to one that is done.
+
+        Raises:
+            PlacementDrift: the tensors were moved meanwhile; nothing was changed.
+            DeclarationBroken: as :meth:`PlacementManager.offload`.
+            Exception: whatever a copy raised; nothing was changed.
+        """
+        if not self.done:
+            self._manager._finish_pending()
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...], source: str = "the call") -> str:

@@ -8,14 +8,16 @@ inside its machine's transition, so the record changes exactly if they went thro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 from torch.profiler import record_function
 
-from placement.census import Census, Site
+from placement.census import Site
 from placement.claims import Claim
 from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
@@ -24,10 +26,13 @@ from placement.journal import Journal
 from placement.leftovers import Leftover, find_leftovers, find_unregistered
 from placement.record import Record
 from placement.residence import CPU
+from placement.routes import Retracing, Route, learn, retrace
+from placement.slabs import Slabs
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.tensors import has_its_bytes, parts
 from placement.trace import RECOVERY, EventKind
-from placement.transfer import Move, Moved, Transfer
+from placement.transfer import Lane, Move, Moved, Transfer
+from placement.twins import Twins
 
 _LOG = logging.getLogger("placement")
 
@@ -35,25 +40,73 @@ _LOG = logging.getLogger("placement")
 class Mover:
     """Moves what a record is of, as far as it has a claim to it, and keeps the record true."""
 
-    def __init__(self, record: Record, claim: Claim, journal: Journal) -> None:
+    def __init__(
+        self,
+        record: Record,
+        claim: Claim,
+        journal: Journal,
+        *,
+        unchanged: Sequence[str],
+        trust: bool,
+    ) -> None:
         self._record = record
         self._claim = claim
         self._journal = journal
+        self._unchanged = unchanged
         # Step counters that an offload took off the device, so that an onload takes back just
         # those. By name, since a load replaces the tensors.
         self._offloaded_scalars: set[str] = set()
         # What was found on the host in ordinary memory, and goes back to it.
         self._found_pageable: set[str] = set()
-        # Storages of the last offload, for the question what of them is still alive.
+        self._lane = Lane(record.device)
+        self._slabs = Slabs()
+        self._twins = {component: Twins(self._slabs, trust=trust) for component in Component}
+        self._routes: dict[Component, Route] = {}
+        # Bytes that the last offload of the parameters left on the device.
+        self._left_by_an_offload = 0
+        # Storages of the last offload that somebody else looks into.
         self._copied_away: dict[int, tuple[str, int]] = {}
 
-    def bring(self, wanted: dict[Component, Placement], asked: str) -> None:
+    def bring(
+        self,
+        wanted: dict[Component, Placement],
+        asked: str,
+        unchanged: frozenset[Component] = frozenset(),
+    ) -> list[str]:
         """Bring each component to the placement wanted: all of them, or none.
+
+        Args:
+            wanted: the components and where they are to be.
+            asked: the call this is for, as errors name it.
+            unchanged: components that are declared to keep their values on the device.
+
+        Returns:
+            Names of tensors that were declared unchanged and were changed. They moved all the same.
 
         Raises:
             PlacementError: it was refused; nothing moved.
             TornPlacement: swapping failed half way.
             Exception: whatever a copy raised; nothing changed.
+        """
+        with interrupts_held_back() as deliver_interrupt:
+            begun = self.begin(wanted, asked, unchanged, deliver_interrupt)
+            return self.complete(begun) if begun is not None else []
+
+    def begin(
+        self,
+        wanted: dict[Component, Placement],
+        asked: str,
+        unchanged: frozenset[Component] = frozenset(),
+        between: Callable[[], None] = lambda: None,
+    ) -> Begun | None:
+        """Do all of :meth:`bring` that comes before the wait for the copies. Until it is completed
+        the record and the tensors are as they were.
+
+        Args:
+            between: called between copies; may raise.
+
+        Returns:
+            What :meth:`complete` or :meth:`Begun.abandon` takes; None if nothing is to be moved.
         """
         triggers = {
             component: trigger
@@ -61,16 +114,19 @@ class Mover:
             if (trigger := trigger_between(self._record[component], placement))
         }
         if not triggers:
-            return
+            return None
+        if not unchanged & triggers.keys() and not self._unchanged:
+            begun = self._begin_on_known_routes(triggers, wanted, asked, between)
+            if begun is not None:
+                return begun
         census = self._record.check(asked)
-        self._let_what_is_empty_follow(triggers, census)
+        self._let_what_is_empty_follow(triggers, wanted, {s.kind.component for s in census.sites})
         for component, trigger in triggers.items():
             if not self._record.machines[component].may(trigger):
                 raise self._record.machines[component].refusal(trigger)
-        self._claim.refuse_shared(asked, census)
         self._record.owner.settle()
         moves = [
-            self._move(site, target)
+            self._move(site, target, declared=component in unchanged)
             for component, trigger in triggers.items()
             for site in census.of(component).sites
             if (target := self._target(site, trigger)) is not None and not site.is_on(target)
@@ -78,20 +134,118 @@ class Mover:
         moving = {id(move.site) for move in moves}
         staying = [site for site in census.sites if id(site) not in moving]
         meter = _Meter(self._record.device)
-        transfer = Transfer(moves, staying, asked=asked)
-        if Trigger.OFFLOAD in triggers.values():
-            self._copied_away = {}
-        span = record_function(f"placement: {', '.join(t.value for t in set(triggers.values()))}")
-        with span, interrupts_held_back() as deliver_interrupt:
-            for component, trigger in triggers.items():
-                self._stage(transfer, component, trigger, deliver_interrupt)
-            for component, trigger in triggers.items():
-                self._commit(transfer, component, trigger, meter)
-            self._remember_what_was_found(moves)
-            if Component.PARAMS in triggers:
+        transfer = Transfer(moves, staying, twins=self._twins, lane=self._lane, asked=asked)
+        if transfer.watched:
+            self._claim.refuse_shared(asked, census)
+        for component in triggers:
+            self._give_up_route(component)
+        begun = Begun(triggers, moves, transfer, meter)
+        self._stage(begun, between)
+        return begun
+
+    def _begin_on_known_routes(
+        self,
+        triggers: dict[Component, Trigger],
+        wanted: Mapping[Component, Placement],
+        asked: str,
+        between: Callable[[], None],
+    ) -> Begun | None:
+        """Begin a move that is the way back of the last one, without planning it; None if it is
+        not."""
+        if not self._routes or (roll := self._record.roll_that_agrees(asked)) is None:
+            return None
+        triggers, present = dict(triggers), self._record.components_with_tensors
+        self._let_what_is_empty_follow(triggers, wanted, present)
+        routes = {c: self._routes.get(c) for c in triggers if c in present}
+        now = self._record.acquaintance
+        known = {
+            c: route for c, route in routes.items() if route is not None and route.known is now
+        }
+        if len(known) < len(routes) or not all(
+            self._record.machines[component].may(trigger) for component, trigger in triggers.items()
+        ):
+            return None
+        self._record.owner.settle()
+        meter = _Meter(self._record.device)
+        if (transfer := retrace(known, roll, self._lane)) is None:
+            return None
+        begun = Begun(triggers, (), transfer, meter)
+        self.expect_changes(triggers)
+        self._stage(begun, between)
+        return begun
+
+    def _stage(self, begun: Begun, between: Callable[[], None]) -> None:
+        with begun.abandoned_on_failure(), begun.span():
+            for component, trigger in begun.triggers.items():
+                with self._failures(component, trigger):
+                    if begun.transfer.stage(component, between):
+                        self._journal.copying(EventKind.ISSUED, component, trigger.value)
+
+    def _give_up_route(self, component: Component) -> None:
+        """Plan the next move of ``component`` anew, with the memory that its route kept."""
+        if (route := self._routes.pop(component, None)) is not None:
+            self._twins[component].take(route.identities, route.others)
+
+    def _learn_routes(self, begun: Begun) -> None:
+        """Remember the way that was gone, for the way back."""
+        if not isinstance(begun.transfer, Transfer) or (roll := self._record.roll()) is None:
+            return
+        if (known := self._record.acquaintance_with(roll)) is None:
+            return
+        for component in begun.triggers:
+            route = learn(begun.transfer.part(component), known, roll, self._twins[component])
+            if route is not None:
+                self._routes[component] = route
+                self._twins[component].keep_only(())  # the route has them now
+
+    def complete(self, begun: Begun) -> list[str]:
+        """Wait for the copies of a move that was begun, and make it.
+
+        Returns, raises: as :meth:`bring` does.
+        """
+        broken: list[str] = []
+        with begun.abandoned_on_failure(), begun.span():
+            for component, trigger in begun.triggers.items():
+                with self._failures(component, trigger):
+                    if begun.transfer.land(component):
+                        self._journal.copying(EventKind.LANDED, component, trigger.value)
+            if Trigger.OFFLOAD in begun.triggers.values():
+                self._copied_away = {}
+            for component, trigger in begun.triggers.items():
+                broken += self._commit(begun.transfer, component, trigger, begun.meter).broken
+            self._remember_what_was_found(begun.moves)
+            self._learn_routes(begun)
+            if Component.PARAMS in begun.triggers:
                 self._record.owner.moved(self._record[Component.PARAMS])
-        if triggers.get(Component.PARAMS) is Trigger.OFFLOAD:
-            self._notice_what_is_unregistered()
+        if begun.triggers.get(Component.PARAMS) is Trigger.OFFLOAD:
+            # A walk over all attributes takes as long as moving small tensors does, so it is made
+            # when there may be something new.
+            if (left := allocated_bytes(self._record.device)) > self._left_by_an_offload:
+                self._notice_what_is_unregistered()
+            self._left_by_an_offload = left
+        return broken
+
+    def expect_changes(self, components: Iterable[Component]) -> None:
+        """Of these components, nothing that is on the device counts as unchanged any more."""
+        for component in components:
+            self._twins[component].revoke()
+
+    def release_host_memory(self) -> int:
+        """Let go of the host memory that is kept for moves to come and in which no tensor rests.
+
+        Returns:
+            Its bytes.
+        """
+        for component, placement in self._record.placements().items():
+            if placement is Placement.GPU:
+                self._routes.pop(component, None)
+                self._twins[component].keep_only(())
+        return self._slabs.release()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned memory that are kept for moves, in use or not."""
+        return self._slabs.nbytes
 
     def fire(self, component: Component, trigger: Trigger) -> None:
         """Fire a trigger that moves nothing."""
@@ -111,9 +265,13 @@ class Mover:
             if not moves:
                 continue
             meter = _Meter(self._record.device)
-            transfer = Transfer(moves, asked=why)
-            with interrupts_held_back() as deliver_interrupt:
-                self._copy(transfer, component, why, deliver_interrupt)
+            self._give_up_route(component)
+            transfer = Transfer(moves, twins=self._twins, lane=self._lane, asked=why)
+            with interrupts_held_back() as deliver_interrupt, transfer:
+                if transfer.stage(component, deliver_interrupt):
+                    self._journal.copying(EventKind.ISSUED, component, why)
+                if transfer.land(component):
+                    self._journal.copying(EventKind.LANDED, component, why)
                 try:
                     transfer.commit(component)
                 except BaseException:
@@ -132,30 +290,22 @@ class Mover:
                     self._journal.moved(RECOVERY, component, Moved())
                 machine.mend()
 
-    def _stage(
-        self,
-        transfer: Transfer,
-        component: Component,
-        trigger: Trigger,
-        between: Callable[[], None],
-    ) -> None:
+    @contextmanager
+    def _failures(self, component: Component, trigger: Trigger) -> Iterator[None]:
+        """Record a move that fails before it is made."""
         try:
-            self._copy(transfer, component, trigger.value, between)
+            yield
         except BaseException as error:
             self._journal.triggered(component, trigger, self._record[component], failure=error)
             raise
 
-    def _copy(
-        self, transfer: Transfer, component: Component, name: str, between: Callable[[], None]
-    ) -> None:
-        if transfer.stage(component, between):
-            self._journal.copying(EventKind.ISSUED, component, name)
-            transfer.land(component)
-            self._journal.copying(EventKind.LANDED, component, name)
-
     def _commit(
-        self, transfer: Transfer, component: Component, trigger: Trigger, meter: _Meter
-    ) -> None:
+        self,
+        transfer: Transfer | Retracing,
+        component: Component,
+        trigger: Trigger,
+        meter: _Meter,
+    ) -> Moved:
         """Fire one machine; its tensors are swapped inside the transition."""
         machine, source = self._record.machines[component], self._record[component]
         try:
@@ -167,11 +317,11 @@ class Mover:
                 torn.tear()
             self._journal.triggered(component, trigger, source, failure=error)
             raise machine.refusal(trigger) from error
-        sources = transfer.sources(component)
         moved = meter.add_to(transfer.release(component))
         self._journal.triggered(component, trigger, source, moved)
         if trigger is Trigger.OFFLOAD:
-            self._notice_what_stayed(component, sources, moved)
+            self._notice_what_stayed(component, moved)
+        return moved
 
     def leftovers(self) -> list[Leftover]:
         """What the last offload copied away and that is still alive on the device, and what it did
@@ -188,18 +338,13 @@ class Mover:
 
         return find_unregistered(record.module, registered(), record.device)
 
-    def _notice_what_stayed(
-        self, component: Component, sources: dict[int, tuple[str, int]], moved: Moved
-    ) -> None:
-        self._copied_away |= sources
-        if moved.device_bytes is None:
-            return
-        before, after = moved.device_bytes
-        if (missing := moved.to_host - (before - after)) > 0:
+    def _notice_what_stayed(self, component: Component, moved: Moved) -> None:
+        self._copied_away |= moved.still_held
+        if moved.still_held:
             _LOG.warning(
                 "%s bytes of the %s did not come back with its offload: something else looks into "
                 "them; manager.leftovers() names it",
-                f"{missing:,}",
+                f"{sum(nbytes for _, nbytes in moved.still_held.values()):,}",
                 component.value,
             )
 
@@ -222,33 +367,71 @@ class Mover:
             return None
         return self._record.device
 
-    def _move(self, site: Site, target: torch.device) -> Move:
-        if target == CPU:
-            return Move(site, target, pinned=site.name not in self._found_pageable)
+    def _move(self, site: Site, target: torch.device, *, declared: bool = False) -> Move:
+        if self._unchanged and not declared:
+            declared = any(fnmatchcase(site.holding.of, p) for p in self._unchanged)
+        if target.type == "cpu":
+            pinned = not self._found_pageable or site.name not in self._found_pageable
+            return Move(site, target, pinned, declared)
         # What has no storage can't be asked; the transfer will refuse it by name.
         pinned = all(p.is_pinned() for p in parts(site.holding.tensor) if has_its_bytes(p))
-        return Move(site, target, pinned)
+        return Move(site, target, pinned, declared)
 
     def _remember_what_was_found(self, moves: Iterable[Move]) -> None:
-        for site, target, pinned in moves:
-            if target == CPU:
+        for site, target, pinned, _ in moves:
+            if target.type == "cpu":
                 if site.holding.host_scalar:
                     self._offloaded_scalars.add(site.name)
-            else:
+                continue
+            if site.holding.host_scalar:
                 self._offloaded_scalars.discard(site.name)
-                if pinned:
-                    self._found_pageable.discard(site.name)
-                else:
-                    self._found_pageable.add(site.name)
+            if not pinned:
+                self._found_pageable.add(site.name)
+            elif self._found_pageable:
+                self._found_pageable.discard(site.name)
 
-    def _let_what_is_empty_follow(self, triggers: dict[Component, Trigger], census: Census) -> None:
-        """A component without tensors has its parameters' placement."""
+    def _let_what_is_empty_follow(
+        self,
+        triggers: dict[Component, Trigger],
+        wanted: Mapping[Component, Placement],
+        present: Set[Component],
+    ) -> None:
+        """A component without tensors goes where its parameters go, unless it is wanted
+        elsewhere."""
         if (trigger := triggers.get(Component.PARAMS)) is None:
             return
-        present = {site.kind.component for site in census.sites}
         for component, machine in self._record.machines.items():
-            if component not in present and component not in triggers and machine.may(trigger):
+            if component not in present and component not in wanted and machine.may(trigger):
                 triggers[component] = trigger
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A move whose copies are under way.
+
+    Attributes:
+        triggers: what will be fired, by component.
+        moves: what is moved for it.
+    """
+
+    triggers: Mapping[Component, Trigger]
+    moves: Sequence[Move]
+    transfer: Transfer | Retracing
+    meter: _Meter
+
+    def span(self) -> AbstractContextManager[object]:
+        """A span of the profiler's."""
+        names = {trigger.value for trigger in self.triggers.values()}
+        return record_function(f"placement: {', '.join(names)}")
+
+    @contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Let go of what was staged and not committed if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.transfer.abandon()
+            raise
 
 
 class _Meter:

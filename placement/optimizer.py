@@ -133,13 +133,17 @@ def _state_of_all(
                 yield holding
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+def attributes_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """What a class of optimizer keeps beside the state: slow weights, a buffer of its own."""
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and isinstance(value, (torch.Tensor, list, tuple, dict)):
-            for path, tensor in tensors_in(value, f"/{name}"):
-                on_host = tensor.ndim == 0
-                yield Holding("(optimizer)", Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
+            yield from tensors_in(value, f"/{name}")
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[Holding]:
+    for path, tensor in attributes_of(optimizer):
+        on_host = tensor.ndim == 0
+        yield Holding("(optimizer)", Kind.OPTIMIZER, tensor, path, host_scalar=on_host)
 
 
 def _each_once(holdings: Iterable[Holding]) -> Iterator[Holding]:

@@ -6,7 +6,8 @@ only by a machine's transition, and checked against a census whenever something 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Sequence, Set
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from placement.machine import PlacementMachine
 from placement.optimizer import holdings_of, require_own_parameters
 from placement.owners import Owner, owner_of
 from placement.residence import CPU, Residence
+from placement.roll import Acquaintance, Unknown, call_roll
 from placement.states import Component, Placement
 
 
@@ -77,6 +79,9 @@ class Record:
         if optimizer is not None:
             require_own_parameters(optimizer, parameters)
         self.last_foreign: str | None = None
+        self._known: Acquaintance | None = None
+        # Where those on the roll were when they were last found to agree with each placement.
+        self._agreed: dict[tuple[Component, Placement], list[torch.device]] = {}
         self.machines = self._adopt()
 
     def __getitem__(self, component: Component) -> Placement:
@@ -93,7 +98,19 @@ class Record:
 
     def census(self) -> Census:
         """Where everything really is, now."""
+        if (
+            (roll := self.roll()) is not None
+            and self._known is not None
+            and self._known.meets(roll)
+        ):
+            return self._known.census(roll)
         return take_census(holdings_of(self.owner, self.optimizer, self.scaler))
+
+    def roll(self) -> list[object] | None:
+        """Everything that there is, in order; None if it can't be told so."""
+        with contextlib.suppress(Unknown):
+            return call_roll(self.owner, self.optimizer, self.scaler)
+        return None
 
     def require_whole(self, asked: str) -> None:
         """
@@ -113,18 +130,7 @@ class Record:
             PlacementDrift: a tensor is not where the record says.
         """
         self.require_whole(asked)
-        owner = owner_of(self.module)
-        if (type(owner), owner.fingerprint()) != (type(self.owner), self.owner.fingerprint()):
-            raise OwnershipChanged(
-                asked=asked,
-                state=f"the module was adopted as {self.owner.name} and is {owner.name} now",
-                why="it was wrapped, or its offload policy changed, after the manager adopted it: "
-                "the record is of another module",
-                instead="make the manager after the module is wrapped",
-            )
-        if self.optimizer is not None:
-            require_own_parameters(self.optimizer, self.owner.parameters())
-        census = self.census()
+        roll, census = self._census_of_what_was_adopted(asked)
         for component, placement in self.placements().items():
             strays = self.residence.strays(census.of(component), placement)
             if strays:
@@ -137,7 +143,73 @@ class Record:
                     tensors=[str(site) for site in strays],
                     instead="move through manager.onload() and manager.offload() only",
                 )
+        if roll is not None and self._known is not None:
+            for component, placement in self.placements().items():
+                self._agreed[component, placement] = self._known.devices(roll, component)
         return census
+
+    def roll_that_agrees(self, asked: str) -> list[object] | None:
+        """The roll, if it has the same objects as when the record was last checked, each where one
+        was found in the same placement; None if only :meth:`check` can tell.
+
+        Raises:
+            TornPlacement: an earlier move left a component in two places.
+        """
+        self.require_whole(asked)
+        roll = self.roll()
+        if roll is None or self._known is None or not self._known.meets(roll):
+            return None
+        for component, placement in self.placements().items():
+            if self._known.devices(roll, component) != self._agreed.get((component, placement)):
+                return None
+        return roll
+
+    def acquaintance_with(self, roll: Sequence[object]) -> Acquaintance | None:
+        """What is known of those on ``roll``, if it is the last one that was checked."""
+        known = self._known
+        return known if known is not None and known.meets(roll) else None
+
+    @property
+    def acquaintance(self) -> Acquaintance | None:
+        """What is known of those on the roll that was last checked."""
+        return self._known
+
+    @property
+    def components_with_tensors(self) -> Set[Component]:
+        """As of the last roll."""
+        return self._known.components if self._known is not None else frozenset()
+
+    def _census_of_what_was_adopted(self, asked: str) -> tuple[list[object] | None, Census]:
+        """The roll and a census, after ownership was looked at; that can be left out if the roll is
+        the last one's.
+
+        Raises:
+            OwnershipChanged, ForeignOptimizer: as :meth:`check`.
+        """
+        roll = self.roll()
+        if roll is not None and self._known is not None and self._known.meets(roll):
+            return roll, self._known.census(roll)
+        self._known = None
+        self._agreed.clear()
+        self._require_what_was_adopted(asked)
+        holdings = list(holdings_of(self.owner, self.optimizer, self.scaler))
+        if roll is not None:
+            with contextlib.suppress(Unknown):
+                self._known = Acquaintance(roll, holdings)
+        return roll, take_census(holdings)
+
+    def _require_what_was_adopted(self, asked: str) -> None:
+        owner = owner_of(self.module)
+        if (type(owner), owner.fingerprint()) != (type(self.owner), self.owner.fingerprint()):
+            raise OwnershipChanged(
+                asked=asked,
+                state=f"the module was adopted as {self.owner.name} and is {owner.name} now",
+                why="it was wrapped, or its offload policy changed, after the manager adopted it: "
+                "the record is of another module",
+                instead="make the manager after the module is wrapped",
+            )
+        if self.optimizer is not None:
+            require_own_parameters(self.optimizer, self.owner.parameters())
 
     def adopt_anew(self) -> dict[Component, Placement]:
         """Read every placement from the tensors again.

@@ -46,7 +46,7 @@ class Residence:
         return self._compute_device if placement is Placement.GPU else CPU
 
     def stays(self, holding: Holding) -> bool:
-        return any(fnmatchcase(holding.of, pattern) for pattern in self._stays)
+        return bool(self._stays) and any(fnmatchcase(holding.of, p) for p in self._stays)
 
     def strays(self, census: Census, placement: Placement) -> list[Site]:
         """The sites of ``census`` that are not where they belong in ``placement``, or whose
@@ -108,21 +108,29 @@ class Residence:
         return {component: self.read(census, component) or params for component in components}
 
     def require_stays_to_match(self, census: Census) -> None:
-        """Refuse a pattern that matches nothing: it is a typing error, or the model changed.
-
+        """
         Raises:
             ContradictoryOptions: a pattern in ``stays`` matches no parameter and no buffer.
         """
-        names = {site.holding.of for site in census.sites}
-        idle = [p for p in self._stays if not any(fnmatchcase(name, p) for name in names)]
-        if idle:
-            raise ContradictoryOptions(
-                asked="adopting the module",
-                state=f"stays= names {', '.join(idle)}",
-                why="no parameter or buffer has such a name",
-                instead="name what is there, as the census has it: without the parts that wrappers "
-                "put into names (module., _orig_mod., _checkpoint_wrapped_module.)",
-            )
+        require_matches(self._stays, census, "stays=")
+
+
+def require_matches(patterns: Sequence[str], census: Census, option: str) -> None:
+    """Refuse a pattern that matches nothing: it is a typing error, or the model changed.
+
+    Raises:
+        ContradictoryOptions: one of ``patterns`` matches no parameter and no buffer.
+    """
+    names = {site.holding.of for site in census.sites}
+    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if idle:
+        raise ContradictoryOptions(
+            asked="adopting the module",
+            state=f"{option} names {', '.join(idle)}",
+            why="no parameter or buffer has such a name",
+            instead="name what is there, as the census has it: without the parts that wrappers "
+            "put into names (module., _orig_mod., _checkpoint_wrapped_module.)",
+        )
 
 
 _BY_HAND = (destination(Trigger.ONLOAD), destination(Trigger.OFFLOAD))

@@ -209,6 +209,16 @@ HOLDS: Mapping[Operation, frozenset[Component]] = {
 }
 """The components that nobody may move by hand while an operation is under way."""
 
+UNCHANGED_BY: Mapping[Operation, frozenset[Component]] = {
+    Operation.TRAIN: frozenset(),
+    Operation.EVALUATE: frozenset({Component.PARAMS}),
+    Operation.SAVE: _EVERYTHING,
+    Operation.LOAD: frozenset(),
+    Operation.EXPORT: _EVERYTHING,
+}
+"""The components whose values an operation declares to leave as they are. What was brought to the
+compute device for it goes back without a copy. A forward pass may change buffers."""
+
 EXCLUDED_BY: Mapping[Operation, frozenset[Operation]] = {
     Operation.TRAIN: frozenset({Operation.SAVE, Operation.LOAD, Operation.EXPORT}),
     Operation.EVALUATE: frozenset({Operation.LOAD}),

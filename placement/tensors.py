@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,8 +42,7 @@ _COMPONENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """One tensor that an owner or an optimizer holds.
 
     Attributes:

@@ -10,7 +10,7 @@ releases have in the place of ``_fsdp_param_groups``; it is kept as a property i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -38,27 +38,37 @@ __all__ = [
     "FlatPiece",
     "ShardGroup",
     "ShardedParameter",
+    "address_of",
+    "addresses_of",
+    "begin_to_copy",
     "communicators",
     "convert_tensors",
     "default_store",
     "drop_reducer",
     "faults_of_plan",
     "flat_handles",
+    "holders_of",
     "initialised_roots",
     "inner_tensors",
+    "is_dtensor",
+    "local_tensor",
+    "local_tensors",
     "make_reducer",
     "module_apply",
     "negated_view",
     "offset_in_whole",
     "persistent_buffers",
     "rewrap",
+    "roll_of",
     "scaler_tensors",
     "set_module_apply",
     "shard_groups",
     "storage_address",
+    "storage_holders",
     "takes_step_hooks",
     "version_of",
     "view_base",
+    "view_bases",
 ]
 
 
@@ -90,7 +100,20 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def rewrap(wrapper: Any, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is exactly a DTensor, whose wrapper is a layout and a placement only."""
+    return type(tensor) is DTensor or (
+        isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter)
+    )
+
+
+def local_tensor(dtensor: Any) -> torch.Tensor:
+    """What a DTensor wraps, as it is: ``to_local()`` would make another tensor."""
+    local: torch.Tensor = dtensor._local_tensor
+    return local
+
+
+def rewrap(wrapper: Any, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A second wrapper like ``wrapper``, around other inner tensors.
 
     The flatten protocol lists what the wrapper was made from, tensors and others (a DTensor of
@@ -166,8 +189,47 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
 def storage_address(tensor: torch.Tensor) -> int:
     """The address of the C++ storage that ``tensor`` looks into: two tensors share it exactly if
     they share their bytes. It may be reused once the storage is gone."""
-    address: int = tensor.untyped_storage()._cdata
+    return address_of(tensor.untyped_storage())
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """The address of the C++ storage; see :func:`storage_address`."""
+    address: int = storage._cdata
     return address
+
+
+def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """:func:`address_of` for each."""
+    return [storage._cdata for storage in storages]
+
+
+def holders_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """:func:`storage_holders` for each."""
+    count = torch._C._storage_Use_Count
+    return [count(storage._cdata) - 1 for storage in storages]
+
+
+def local_tensors(dtensors: Sequence[Any]) -> list[torch.Tensor]:
+    """:func:`local_tensor` for each."""
+    return [dtensor._local_tensor for dtensor in dtensors]
+
+
+def view_bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """:func:`view_base` for each."""
+    return [tensor._base for tensor in tensors]
+
+
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors look into ``storage``, those that only C++ holds (autograd) included."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # ``storage`` itself, of which there is one Python object
+
+
+def begin_to_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into the target beside it, without waiting for it
+    (``torch._foreach_copy_``: one call, where a loop would go through the dispatcher for each)."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -265,14 +327,58 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     for submodule in module.modules():
         if not isinstance(submodule, FSDPModule):
             continue
-        state = submodule._get_fsdp_state()
-        found = getattr(state, "_fsdp_param_groups", None)
-        if found is None:
-            found = [state._fsdp_param_group]
-        for group in found:
-            if group is not None and group.fsdp_params:
-                groups.setdefault(id(group), ShardGroup(group, tuple(group.modules)))
+        for group in _groups_of(submodule):
+            groups.setdefault(id(group), ShardGroup(group, tuple(group.modules)))
     return list(groups.values())
+
+
+def roll_of(module: nn.Module) -> list[object]:
+    """Everything from which is read what ``module`` holds: the modules at and below it and their
+    classes, which ``fully_shard`` changes; what is registered to them; gradients; FSDP2's groups
+    with what each keeps of its parameters. Objects come more than once, None in the place of what
+    is not there. One pass over ``_modules``, ``_parameters`` and ``_buffers``, since
+    ``named_modules()`` alone takes longer than moving a small parameter."""
+    roll: list[object] = []
+    parameters: list[nn.Parameter | None] = []
+    groups: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        roll += (one, type(one))
+        if one._parameters:
+            parameters += one._parameters.values()
+        if one._buffers:
+            roll += one._buffers.values()
+        if one._modules:
+            waiting += one._modules.values()
+        if isinstance(one, FSDPModule):
+            groups += _groups_of(one)
+    roll += parameters
+    roll += [None if parameter is None else parameter.grad for parameter in parameters]
+    for group in groups:
+        roll += (group, group.offload_policy, group._partial_reduce_output)
+        states = group.fsdp_params
+        shards = [state.sharded_param for state in states]
+        roll += shards
+        roll += [shard.grad for shard in shards]
+        roll += [state._sharded_param_data for state in states]
+        roll += [state.unsharded_accumulated_grad for state in states]
+        gathered = [getattr(state, "_unsharded_param", None) for state in states]
+        roll += [None if whole is None else whole.grad for whole in gathered]
+    return roll
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """FSDP2's groups of one module that have parameters."""
+    state = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
+        found = [state._fsdp_param_group]
+    return [group for group in found if group is not None and group.fsdp_params]
 
 
 def initialised_roots(module: nn.Module) -> list[FSDPModule]:

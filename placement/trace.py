@@ -104,6 +104,8 @@ class Event(NamedTuple):
         bytes_to_device: bytes copied to the compute device; of an operation those that were copied
             for it alone and dropped again, its triggers have the others.
         bytes_to_host: bytes copied to the CPU.
+        bytes_unchanged: bytes that went to the CPU without a copy: they had not changed since they
+            came from there.
         seconds: how long it took; of an operation, with everything inside it.
         device_bytes: bytes allocated on the compute device before and after, where it moved.
         host_bytes: resident bytes of the process before and after, where it moved.
@@ -128,6 +130,7 @@ class Event(NamedTuple):
     mode: str | None
     bytes_to_device: int
     bytes_to_host: int
+    bytes_unchanged: int
     seconds: float
     device_bytes: tuple[int, int] | None
     host_bytes: tuple[int, int] | None
@@ -142,7 +145,7 @@ class Event(NamedTuple):
         return (
             self.outcome is Outcome.OK
             and self.kind in (EventKind.MOVE, EventKind.TRIGGER)
-            and self.bytes_to_device + self.bytes_to_host > 0
+            and self.bytes_to_device + self.bytes_to_host + self.bytes_unchanged > 0
         )
 
     @property
@@ -214,6 +217,7 @@ class Trace:
         mode: str | None = None,
         bytes_to_device: int = 0,
         bytes_to_host: int = 0,
+        bytes_unchanged: int = 0,
         seconds: float = 0.0,
         device_bytes: tuple[int, int] | None = None,
         host_bytes: tuple[int, int] | None = None,
@@ -240,6 +244,7 @@ class Trace:
                 mode,
                 bytes_to_device,
                 bytes_to_host,
+                bytes_unchanged,
                 seconds,
                 device_bytes,
                 host_bytes,

@@ -36,8 +36,9 @@ from placement import (
     Trace,
     find_compute_device,
 )
+from placement.routes import Retracing
 from placement.testing import Ranks
-from placement.transfer import Transfer, _Swap
+from placement.transfer import Part, Transfer
 
 # Torn, and recovered.
 
@@ -45,21 +46,15 @@ from placement.transfer import Transfer, _Swap
 def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the commit fail before its ``number``-th swap."""
 
-    class Failing(list[_Swap]):
-        def __iter__(self) -> Iterator[_Swap]:
-            for index, swap in enumerate(super().__iter__()):
-                if index == number:
-                    raise OSError("half way")
-                yield swap
+    swaps = Part.swaps
 
-    commit = Transfer.commit
+    def failing(self: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for index, swap in enumerate(swaps(self)):
+            if index == number:
+                raise OSError("half way")
+            yield swap
 
-    def commit_half(self: Transfer, component: Component) -> None:
-        part = self._parts[component]
-        part.swaps = Failing(part.swaps)
-        commit(self, component)
-
-    monkeypatch.setattr(Transfer, "commit", commit_half)
+    monkeypatch.setattr(Part, "swaps", failing)
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
@@ -133,7 +128,7 @@ def test_an_interrupt_during_copies_leaves_everything_as_it_was(
     module = normed().to(one_rank)
     manager = PlacementManager(module)
     before = whereabouts(manager)
-    interrupt_in(monkeypatch, "_stage_tensor")
+    interrupt_in(monkeypatch, "_copy")
     with pytest.raises(KeyboardInterrupt):
         manager.offload()
     monkeypatch.undo()
@@ -391,6 +386,7 @@ def test_a_restore_that_fails_does_not_hide_the_error_of_the_body(
 
     def break_off() -> None:
         monkeypatch.setattr(Transfer, "stage", fail)
+        monkeypatch.setattr(Retracing, "stage", fail)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught, manager.training():

@@ -230,7 +230,7 @@ def test_a_failure_inside_the_commit_tears_the_module(
 
     def commit_half(self: Transfer, component: object) -> None:
         part = self._parts[component]
-        del part.swaps[len(part.swaps) // 2 :]
+        del part.storages[len(part.storages) // 2 :]
         commit(self, component)
         raise OSError("half way")
 

@@ -47,8 +47,8 @@ def test_a_step_of_a_manually_offloaded_engine_reads_as_what_happened(
     assert copies == [
         (kind, component)
         for _ in ("onload", "offload")
-        for component in ("params", "buffers", "optimizer")
         for kind in ("issued", "landed")
+        for component in ("params", "buffers", "optimizer")
     ]
     (grads, _) = [event for event in events if event.component == "grads"]
     assert not grads.moved, "there are none: they went along"

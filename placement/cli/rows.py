@@ -109,7 +109,9 @@ class Rows:
         return line[: self._width - 1] + "…"
 
 
-_Key = tuple[Process, str, str | None, EventKind, str, str, str, int, int, str | None, str, Outcome]
+_Key = tuple[
+    Process, str, str | None, EventKind, str, str, str, int, int, int, str | None, str, Outcome
+]
 
 
 def _key(entry: Entry) -> _Key:
@@ -125,6 +127,7 @@ def _key(entry: Entry) -> _Key:
         event.dest,
         event.bytes_to_device,
         event.bytes_to_host,
+        event.bytes_unchanged,
         event.phase,
         event.call_site,
         event.outcome,
@@ -141,6 +144,7 @@ def _cells(
     dest: str,
     bytes_to_device: int,
     bytes_to_host: int,
+    bytes_unchanged: int,
     phase: str | None,
     call_site: str,
     outcome: Outcome,
@@ -152,7 +156,7 @@ def _cells(
         what(kind, name),
         change(source, dest),
         size(bytes_to_device),
-        size(bytes_to_host),
+        size(bytes_to_host) if bytes_to_host or not bytes_unchanged else "unchanged",
         phase or "-",
         named(outcome),
         short(call_site) or "-",

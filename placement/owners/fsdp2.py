@@ -24,7 +24,7 @@ from placement.names import canonical_names
 from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Placement
 from placement.tensors import Holding, Kind
-from placement.torch_private import ShardGroup, initialised_roots, shard_groups
+from placement.torch_private import ShardGroup, initialised_roots, roll_of, shard_groups
 
 _CPU = torch.device("cpu")
 _UNREDUCED = " (unreduced)"
@@ -104,6 +104,9 @@ class FSDP2Module(Owner):
                 name = names[id(group.parameters[0].parameter)]
                 yield Holding(name, Kind.GRAD, group.unreduced_output, _PART_REDUCED)
 
+    def roll(self) -> list[object]:
+        return roll_of(self.module)
+
     def belongs_on(self, holding: Holding, compute_device: torch.device) -> torch.device:
         whole = holding.detail in (_UNREDUCED, _PART_REDUCED)
         if whole or holding.kind is Kind.BUFFER or holding.of in self._ungrouped:
@@ -162,9 +165,10 @@ class FSDP2Module(Owner):
         self._reshard()
 
     def _reshard(self) -> None:
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for group in self._groups:
+            for module in group.modules:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 def _serves_cpu(group: dist.ProcessGroup) -> bool:

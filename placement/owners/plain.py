@@ -8,6 +8,7 @@ from torch import nn
 
 from placement.owners.base import Owner, module_holdings, registered_parameters
 from placement.tensors import Holding
+from placement.torch_private import roll_of
 
 
 class PlainModule(Owner):
@@ -27,3 +28,6 @@ class PlainModule(Owner):
 
     def fingerprint(self) -> Hashable:
         return self.name
+
+    def roll(self) -> list[object]:
+        return roll_of(self.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from placement import (
     materialise,
     optimizer,
     record,
-    transfer,
+    twins,
 )
 from placement.mover import Mover
 from placement.owners import base, ddp, fsdp1, fsdp2
@@ -28,7 +28,7 @@ from placement.owners.plain import PlainModule
 from placement.residence import CPU, Residence
 from placement.states import COMPUTES_WITH, Operation
 from placement.tensors import Kind
-from placement.transfer import Transfer
+from placement.transfer import Part, Transfer
 from placement.watch import ForeignWatch
 from placement.weights import gather, plan
 from placement.weights.gather import UnderWay
@@ -56,14 +56,15 @@ def names_are_without_the_parts_of_wrappers(patch: Patch) -> None:
 
 @guard
 def everything_is_copied_before_anything_is_swapped(patch: Patch) -> None:
-    stage = Transfer._stage_tensor
+    copy = Transfer._copy
 
-    def stage_and_swap(self: Transfer, tensor: torch.Tensor, move: Any, part: Any) -> torch.Tensor:
-        twin = stage(self, tensor, move, part)
-        tensor.data = twin
-        return twin
+    def copy_and_swap(self: Transfer, bucket: Sequence[Any], part: Any) -> None:
+        for storage in bucket:
+            copy(self, [storage], part)
+            for tensor, twin in zip(storage.tensors, storage.twins, strict=True):
+                tensor.data = twin
 
-    patch.setattr(Transfer, "_stage_tensor", stage_and_swap)
+    patch.setattr(Transfer, "_copy", copy_and_swap)
 
 
 @guard
@@ -83,8 +84,8 @@ def tensors_keep_their_identity(patch: Patch) -> None:
     def replace(self: Mover, transfer: Any, component: Component, *args: Any) -> None:
         part, held = transfer._parts[component], self._record.optimizer
         if component is Component.OPTIMIZER and held is not None:
-            twins = {id(swap.tensor): swap.twin for swap in part.swaps}
-            part.swaps = []
+            twins = {id(tensor): twin for tensor, twin in part.swaps()}
+            part.storages, part.wrappers = [], []
             for entries in held.state.values():
                 entries.update({k: twins.get(id(value), value) for k, value in entries.items()})
         commit(self, transfer, component, *args)
@@ -94,15 +95,14 @@ def tensors_keep_their_identity(patch: Patch) -> None:
 
 @guard
 def tensors_are_matched_with_their_own_copies(patch: Patch) -> None:
-    commit = Transfer.commit
+    swaps = Part.swaps
 
-    def by_position(self: Transfer, component: Component) -> None:
-        swaps = self._parts[component].swaps
-        for swap, twin in zip(swaps, [swap.twin for swap in reversed(swaps)], strict=True):
-            swap.twin = twin
-        commit(self, component)
+    def by_position(self: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = list(swaps(self))
+        for (tensor, _), (_, twin) in zip(pairs, reversed(pairs), strict=True):
+            yield tensor, twin
 
-    patch.setattr(Transfer, "commit", by_position)
+    patch.setattr(Part, "swaps", by_position)
 
 
 @guard
@@ -115,7 +115,7 @@ def the_compute_device_has_the_meshs_type(patch: Patch) -> None:
 
 @guard
 def wrappers_keep_their_global_shape(patch: Patch) -> None:
-    rewrap = transfer.rewrap
+    rewrap = twins.rewrap
 
     def from_local(tensor: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
@@ -125,7 +125,7 @@ def wrappers_keep_their_global_shape(patch: Patch) -> None:
         spec.tensor_meta = spec.tensor_meta._replace(shape=local.size(), stride=local.stride())
         return DTensor(local, spec, requires_grad=tensor.requires_grad)
 
-    patch.setattr(transfer, "rewrap", from_local)
+    patch.setattr(twins, "rewrap", from_local)
 
 
 @guard

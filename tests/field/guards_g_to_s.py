@@ -21,8 +21,8 @@ from placement import (
     agreement,
     manager,
     mover,
+    slabs,
 )
-from placement import transfer as transfers
 from placement.agreement import Agreement
 from placement.claims import Claim
 from placement.leases import Leases
@@ -41,18 +41,18 @@ _EVERYTHING = frozenset(Component)
 
 @guard
 def a_failed_pinning_is_not_the_end(patch: Patch) -> None:
-    def strict(nbytes: int, *, pinned: bool) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    def strict(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    patch.setattr(transfers, "_host_bytes", strict)
+    patch.setattr(slabs, "_pinned", strict)
 
 
 @guard
 def host_copies_are_pinned_before_they_are_written(patch: Patch) -> None:
-    def pageable(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    def pageable(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    patch.setattr(transfers, "_host_bytes", pageable)
+    patch.setattr(slabs, "_pinned", pageable)
 
 
 @guard
