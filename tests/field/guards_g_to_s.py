@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from placement.leases import Leases
 from placement.mover import Mover
 from placement.owners import fsdp1, fsdp2
 from placement.residence import CPU, Residence
+from placement.slabs import Slabs
 from placement.states import COMPUTES_WITH
 from placement.tensors import Kind
 from placement.use import UseGuard
@@ -45,6 +46,21 @@ def a_failed_pinning_is_not_the_end(patch: Patch) -> None:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     patch.setattr(slabs, "_pinned", strict)
+
+
+@guard
+def pinned_memory_is_carved(patch: Patch) -> None:
+    def one_block_each(self: Slabs, sizes: Sequence[int]) -> list[torch.Tensor]:
+        blocks = [slabs._Slab(slabs._ceiling(size)) for size in sizes]
+        self._slabs += blocks
+        return [block._piece(0, size) for block, size in zip(blocks, sizes, strict=True)]
+
+    patch.setattr(Slabs, "carve", one_block_each)
+
+
+@guard
+def host_memory_is_let_go_on_request(patch: Patch) -> None:
+    patch.setattr(Slabs, "release", lambda self: 0)
 
 
 @guard

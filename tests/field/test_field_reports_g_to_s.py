@@ -102,6 +102,28 @@ def test_a_tensor_above_the_pinning_limit_is_offloaded_with_a_warning_that_says_
     assert_equal(values(manager.census()), before)
 
 
+@field_report("G03", guard="pinned memory is carved")
+def test_pinned_memory_is_not_twice_what_is_offloaded(one_rank: str) -> None:
+    module = nn.ParameterList(
+        nn.Parameter(torch.zeros(1126, device=one_rank)) for _ in range(200)
+    )  # a tenth above a power of two, where a block of its own takes nearly twice its bytes
+    manager = PlacementManager(module)
+    manager.offload()
+    offloaded = sum(parameter.nbytes for parameter in module)
+    assert offloaded <= manager.host_bytes <= 1.05 * offloaded
+
+
+@field_report("G05", guard="host memory is let go on request")
+def test_host_memory_is_kept_for_the_next_offload_and_given_back_on_request(one_rank: str) -> None:
+    manager = PlacementManager(normed().to(one_rank))
+    manager.offload()
+    held = manager.host_bytes
+    manager.onload()
+    assert manager.host_bytes == held > 0
+    assert manager.release_host_memory() == held
+    assert manager.host_bytes == 0
+
+
 @field_report("O04", guard="host copies are pinned before they are written")
 def test_an_offload_copies_each_tensor_once_and_into_pinned_memory(one_rank: str) -> None:
     module = normed().to(one_rank)
