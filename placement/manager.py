@@ -456,6 +456,7 @@ class PlacementManager:
             self._pending = None
             begun, asked = pending._begun, pending._asked
             assert begun is not None
+            pending._begun = None  # whoever keeps the handle keeps no tensors with it
             with self._journal.refusals(asked):
                 try:
                     self._record.check(f"the end of {asked}")

@@ -106,7 +106,7 @@ class Mover:
             between: called between copies; may raise.
 
         Returns:
-            What :meth:`complete` or :meth:`Begun.abandon` takes; None if nothing is to be moved.
+            What :meth:`complete` takes; None if nothing is to be moved.
         """
         triggers = {
             component: trigger

@@ -111,7 +111,12 @@ class Acquaintance:
 
     def meets(self, roll: Sequence[object]) -> bool:
         """Whether ``roll`` has the same objects, and they wrap the same tensors."""
-        return self._roll == list(map(id, roll)) and self._inner == self._inner_of(roll)
+        if self._roll != list(map(id, roll)):
+            return False
+        try:
+            return self._inner == self._inner_of(roll)
+        except AttributeError:  # one that wraps nothing took the identity of one that did
+            return False
 
     def _inner_of(self, roll: Sequence[Any]) -> list[int]:
         return list(map(id, local_tensors([roll[place] for place in self._wrappers])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,20 @@ def test_tensors_and_record_stay_until_the_move_is_waited_for(one_rank: str, tra
     assert manager.placement is CPU
     assert_equal(parameters(manager), before)
     move.wait()  # does nothing
+
+
+def test_a_handle_that_is_kept_keeps_no_memory(one_rank: str) -> None:
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    manager = stepped(one_rank)
+    moves = []
+    for _ in range(3):
+        moves.append(manager.offload(wait=False))
+        manager.verify()
+        assert torch.accelerator.memory_allocated() == before
+        moves.append(manager.onload(wait=False))
+        manager.verify()
+    assert all(move.done for move in moves)
 
 
 @pytest.mark.parametrize(
