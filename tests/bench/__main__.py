@@ -100,8 +100,7 @@ def main(
     console.print(f"{count} processes on {device}, load average {os.getloadavg()[0]:.1f}")
     runs = [
         *processes("bench.counted", device, 1),
-        *processes("bench.idle", device, count),
-        *processes("bench.transfers", device, count),
+        *processes("bench.timed", device, count),
     ]
     table = Table("figure", "ours", "spread", "verl", "limit", "met", "unit", box=box.SIMPLE_HEAD)
     written = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from bench.common import Measured, layers, median_seconds, report, verls_moves
+from bench.common import Measured, layers, median_seconds, verls_moves
 from rl_step import Moves
 from torch import nn
 
@@ -72,7 +72,3 @@ def _record(trace: Trace) -> None:
         dest="gpu",
         call_site=call_site(),
     )
-
-
-if __name__ == "__main__":
-    report(measure)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from bench.common import MB, Measured, layers, report, seconds, verls_moves
+from bench.common import MB, Measured, layers, seconds, verls_moves
 from models import adam, local
 from rl_step import Moves
 
@@ -147,7 +147,3 @@ def flat_round_trip(nbytes: int) -> Callable[[], None]:
         torch.accelerator.synchronize()
 
     return round_trip
-
-
-if __name__ == "__main__":
-    report(measure)
