@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 OUTPUT = Path("bench.json")
-
-
 NOT_RUN = "not run"
+
+_TABLE_WIDTH = 116
+"""Columns that the table needs, so that it is whole in a log, too."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Figure:
         return self.at_least is not None
 
     def bar(self, found: Measured) -> float | None:
-        """The highest bar that is known."""
+        """The strictest bar that is known."""
         bars = [self.at_least, self.at_most, found.limit]
         if self.times_verl is not None and found.verl is not None:
             bars.append(self.times_verl * found.verl)
@@ -98,28 +99,14 @@ def main(
         device = found.type if found is not None else "sim"
     console = Console()
     console.print(f"{count} processes on {device}, load average {os.getloadavg()[0]:.1f}")
-    runs = [
-        *processes("bench.counted", device, 1),
-        *processes("bench.timed", device, count),
-    ]
-    table = Table("figure", "ours", "spread", "verl", "limit", "met", "unit", box=box.SIMPLE_HEAD)
-    written = {}
-    for name, figure in FIGURES.items():
-        row = in_json(figure, [run[name] for run in runs if name in run])
-        written[name] = row
-        sign = "≥" if figure.more_is_better else "≤"
-        table.add_row(
-            name,
-            in_words(row["ours"]),
-            " .. ".join(map(in_words, row["spread"].get("ours", ()))),
-            in_words(row["verl"]),
-            f"{sign} {in_words(row['limit'])}" if row["limit"] is not None else "",
-            {True: "yes", False: "[red]no[/red]", None: ""}[row["met"]],
-            row["unit"],
-        )
-    OUTPUT.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    console.width = max(console.width, 116)
-    console.print(table)
+    runs = [*processes("bench.counted", device, 1), *processes("bench.timed", device, count)]
+    figures = {
+        name: in_json(figure, [run[name] for run in runs if name in run])
+        for name, figure in FIGURES.items()
+    }
+    OUTPUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print(table_of(figures))
     million.main()
 
 
@@ -140,6 +127,22 @@ def in_json(figure: Figure, runs: Sequence[Measured]) -> dict[str, Any]:
         "unit": figure.unit,
         "spread": {side: [min(some), max(some)] for side, some in values.items() if some},
     }
+
+
+def table_of(figures: Mapping[str, dict[str, Any]]) -> Table:
+    table = Table("figure", "ours", "spread", "verl", "limit", "met", "unit", box=box.SIMPLE_HEAD)
+    for name, row in figures.items():
+        sign = "≥" if FIGURES[name].more_is_better else "≤"
+        table.add_row(
+            name,
+            in_words(row["ours"]),
+            " .. ".join(map(in_words, row["spread"].get("ours", ()))),
+            in_words(row["verl"]),
+            f"{sign} {in_words(row['limit'])}" if row["limit"] is not None else "",
+            {True: "yes", False: "[red]no[/red]", None: ""}[row["met"]],
+            row["unit"],
+        )
+    return table
 
 
 def in_words(value: float | str | None) -> str:
