@@ -1,4 +1,4 @@
-"""``make bench``: everything that is measured, in a table and in ``bench.json``."""
+"""``make bench``: what moves cost, in a table and in ``bench.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench import million
 from bench.common import Measured, processes
 from rich import box
 from rich.console import Console
@@ -107,7 +106,6 @@ def main(
     OUTPUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(table_of(figures))
-    million.main()
 
 
 def in_json(figure: Figure, runs: Sequence[Measured]) -> dict[str, Any]:
