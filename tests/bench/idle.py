@@ -13,7 +13,7 @@ from torch import nn
 from placement import PlacementManager, Trace
 from placement.trace import EventKind, call_site
 
-RUNS = 15
+RUNS = 7
 FEW, MANY = 128, 10_000
 _TINY = 16
 """Bytes of each tensor: nothing is to be moved."""

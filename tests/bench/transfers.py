@@ -15,7 +15,7 @@ from rl_step import Moves
 from placement import PlacementManager, Trace, find_compute_device
 
 WARM_UPS = 2
-REPETITIONS = 9
+REPETITIONS = 5
 
 PARAMETERS = {
     "params_16x16MB_of_copy": (16, 16 * MB),
