@@ -122,6 +122,15 @@ def test_recovering_a_whole_module_does_nothing(one_rank: str, trace: Trace) -> 
 # Interrupts.
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also where it is ignored, as in what a shell runs in its background."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_copies_leaves_everything_as_it_was(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +146,7 @@ def test_an_interrupt_during_copies_leaves_everything_as_it_was(
     manager.offload()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_the_commit_waits_until_it_is_whole(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +159,7 @@ def test_an_interrupt_during_the_commit_waits_until_it_is_whole(
     manager.verify()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_context_is_entered_leaves_what_was_found(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
