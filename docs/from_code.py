@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import placement
-from placement import TABLE, Event, EventKind, Outcome, PlacementError, errors, states
+from placement import TABLE, Event, EventKind, Outcome, PlacementError, errors, states, testing
 from placement.cli import diagram
 from placement.states import TORN, Legal
 
@@ -33,7 +33,8 @@ def write(directory: Path, table: diagram.Machine = TABLE) -> None:
         "operations.md": operations(),
         "errors.md": error_catalogue(),
         "trace.md": trace_fields(),
-        "api.md": public_api(placement, list(placement._HOMES.items())),
+        "api.md": public_api(placement),
+        "testing.md": public_api(testing),
     }
     for name, text in written.items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -247,21 +248,14 @@ def _joined(block: str) -> str:
 # The interface.
 
 
-def public_api(package: ModuleType, homes: list[tuple[str, str]]) -> str:
-    """Every public name of ``package``, under what the module in which it lives is about.
-
-    Args:
-        package: the package.
-        homes: public names, with the modules in which they live.
-    """
-    by_home = sorted(homes, key=lambda item: (_order(item[1]), item[0]))
+def public_api(package: ModuleType) -> str:
+    """Every public name of ``package``, under what the module in which it lives is about. Errors
+    have a page of their own."""
+    homes = [(name, home) for name, home in package._HOMES.items() if home != errors.__name__]
+    homes.sort(key=lambda item: (_order(item[1]), item[0]))
     return "\n".join(
-        f"## {_title(home)}\n\n"
-        + "\n".join(
-            _autodoc(package, name, home) for name, _ in names if home != "placement.errors"
-        )
-        for home, names in groupby(by_home, key=lambda item: item[1])
-        if home != "placement.errors"
+        f"## {_title(home)}\n\n" + "\n".join(_autodoc(package, name, home) for name, _ in names)
+        for home, names in groupby(homes, key=lambda item: item[1])
     )
 
 
