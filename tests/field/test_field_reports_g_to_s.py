@@ -562,7 +562,8 @@ def test_exported_weights_of_two_shards_do_not_change_at_a_zero_learning_rate(
 
 
 def is_blocked_in_its_sender() -> None:
-    """Rank 0's transport blocks after the first weight; rank 1 can't run ahead of it."""
+    """Rank 0's transport blocks after the first weight; rank 1 can't run ahead of it by more than
+    the bucket that they gathered together."""
     module = sharded(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
     manager = PlacementManager(module, deadline=2.0)
     store = default_store()
@@ -574,7 +575,7 @@ def is_blocked_in_its_sender() -> None:
             store.wait(["rank 1 gave up"], timedelta(seconds=12))
 
     def send_all() -> None:
-        for name, _ in manager.export_weights():
+        for name, _ in manager.export_weights(bucket_bytes=1):  # one weight at a time
             send(name)
 
     with pytest.raises(Exception) as caught:  # noqa: PT011  (rank 0 meets another than rank 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,9 @@ def enabled_simulation(device_type: str) -> None:
 @pytest.fixture(autouse=True)
 def clean_devices(enabled_simulation: None) -> Iterator[None]:
     """Each test starts on device 0, with default capacities, nothing cached, nothing in flight,
-    and prompt copies; the rest of the suite has delayed ones."""
+    no garbage of an earlier test's (an exception's traceback holds tensors in a cycle), and prompt
+    copies; the rest of the suite has delayed ones."""
+    gc.collect()
     sim.set_delayed_copies(False)
     torch.sim.empty_cache()
     torch.accelerator.empty_host_cache()
