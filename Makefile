@@ -18,10 +18,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint types
 	$(BIN)/python -m pytest $(if $(DEVICE),--placement-device $(DEVICE))
 
-bench: $(INSTALLED)
-	$(BIN)/python tests/bench/idle.py
-	$(BIN)/python tests/bench/million.py
-	$(BIN)/python tests/bench/checkpoint.py
+# Beside verl, where it is installed; see docs/figures.md.
+bench: $(CLIENTS)/.installed
+	PYTHONPATH=tests $(CLIENTS)/bin/python -m bench $(if $(DEVICE),--device $(DEVICE))
+	$(CLIENTS)/bin/python tests/bench/million.py
+	$(CLIENTS)/bin/python tests/bench/checkpoint.py
 
 # Other people's libraries, in an environment of their own.
 test-clients: $(CLIENTS)/.installed

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from placement import torch_private
 from placement.errors import NoAccelerator
 from placement.tensors import with_index
 
@@ -53,7 +54,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes that tensors occupy on ``device``, as torch's allocator counts them."""
-    return torch.accelerator.memory_allocated(device)
+    return torch_private.allocated_bytes(device)
 
 
 def resident_bytes() -> int:

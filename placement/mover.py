@@ -88,6 +88,8 @@ class Mover:
             TornPlacement: swapping failed half way.
             Exception: whatever a copy raised; nothing changed.
         """
+        if all(self._record[component] is place for component, place in wanted.items()):
+            return []  # most contexts are entered and left so: nothing more is to be spent on it
         with interrupts_held_back() as deliver_interrupt:
             begun = self.begin(wanted, asked, unchanged, deliver_interrupt)
             return self.complete(begun) if begun is not None else []

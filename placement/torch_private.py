@@ -40,6 +40,7 @@ __all__ = [
     "ShardedParameter",
     "address_of",
     "addresses_of",
+    "allocated_bytes",
     "begin_to_copy",
     "communicators",
     "convert_tensors",
@@ -415,6 +416,15 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` has hooks before its step. A wrapper that derives from ``Optimizer``
     and never calls its constructor (accelerate's) has none."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """``torch.accelerator.memory_allocated``, without making a flat dictionary of all statistics
+    (``torch/accelerator/memory.py``), which takes as long as moving a hundred small tensors."""
+    if (statistics := getattr(torch._C, "_accelerator_getDeviceStats", None)) is None:
+        return torch.accelerator.memory_allocated(device)
+    allocated: int = statistics(device.index or 0)["allocated_bytes"]["all"]["current"]
+    return allocated
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:

@@ -1,91 +1,74 @@
-"""What a manager costs when there is nothing to do: ``make bench``.
-
-Prints, in microseconds, the median over runs of entering and leaving an idle context, beside a bare
-context manager; of recording an event; and in milliseconds of a census.
-"""
+"""What a manager costs when there is nothing to do."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from bench.common import Measured, layers, median_seconds, verls_moves
+from rl_step import Moves
 from torch import nn
 
 from placement import PlacementManager, Trace
 from placement.trace import EventKind, call_site
 
-RUNS = 15
-SIZES = (128, 10_000)
+RUNS = 7
+FEW, MANY = 128, 10_000
+_TINY = 16
+"""Bytes of each tensor: nothing is to be moved."""
 
 
-def median_us(work: Callable[[], object], repeats: int) -> float:
-    """Median over runs of the microseconds that one call of ``work`` takes."""
-    runs = []
-    for _ in range(RUNS):
-        started = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        runs.append((time.perf_counter() - started) / repeats * 1e6)
-    return statistics.median(runs)
+def measure(device: str) -> dict[str, Measured]:
+    moves = verls_moves(device)
+    few, many = layers(FEW, _TINY, device), layers(MANY, _TINY, device)
+    # Before a manager watches the modules.
+    theirs = [_microseconds_of_no_move(moves, module) for module in (few, many)]
+    managed, large = (PlacementManager(module, trace=Trace()) for module in (few, many))
+    context = _microseconds(partial(_enter, managed), 200)
+    bare = _microseconds(_enter_bare, 1000)
+    return {
+        "noop_us_128": Measured(context, theirs[0]),
+        "noop_us_10000": Measured(_microseconds(partial(_enter, large), 200), theirs[1]),
+        "context_us": Measured(context - bare),
+        "trace_us_per_event": Measured(_microseconds(partial(_record, Trace()), 2000)),
+        "census_ms_10000": Measured(_microseconds(large.census, 1) / 1e3),
+    }
+
+
+def _microseconds(work: Callable[[], object], repeats: int) -> float:
+    return median_seconds(work, RUNS, repeats) * 1e6
+
+
+def _microseconds_of_no_move(moves: Moves | None, module: nn.Module) -> float | None:
+    """verl's onload of a module that is on the device."""
+    if moves is None:
+        return None
+    return median_seconds(partial(moves.load_model, module), runs=5) * 1e6
 
 
 @contextmanager
-def bare() -> Iterator[None]:
+def _bare() -> Iterator[None]:
     yield
 
 
-def enter_bare() -> None:
-    with bare():
+def _enter_bare() -> None:
+    with _bare():
         pass
 
 
-def main() -> None:
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        from placement import sim
-
-        sim.enable()
-    device = torch.accelerator.current_accelerator()
-    table = Table("", *(f"{size:,} tensors" for size in SIZES), "unit", box=box.SIMPLE_HEAD)
-    rows: dict[str, list[float]] = {}
-    for size in SIZES:
-        module = nn.ParameterList(nn.Parameter(torch.zeros(4, device=device)) for _ in range(size))
-        manager = PlacementManager(
-            module, torch.optim.SGD(module.parameters(), lr=0.1), trace=Trace()
-        )
-        for name in ("training", "evaluating"):
-
-            def enter(name: str = name, manager: PlacementManager = manager) -> None:
-                with getattr(manager, name)():
-                    pass
-
-            rows.setdefault(f"idle {name}()", []).append(median_us(enter, 200))
-        rows.setdefault("a bare context manager", []).append(median_us(enter_bare, 1000))
-        rows.setdefault("census (ms)", []).append(median_us(manager.census, 1) / 1e3)
-    for name, values in rows.items():
-        unit = "ms" if "ms" in name else "µs"
-        table.add_row(name.removesuffix(" (ms)"), *(f"{value:.2f}" for value in values), unit)
-    trace = Trace()
-
-    def record() -> None:
-        trace.record(
-            module="M#0",
-            component=None,
-            kind=EventKind.OPERATION,
-            name="train",
-            source="gpu",
-            dest="gpu",
-            call_site=call_site(),
-        )
-
-    table.add_row("recording an event", f"{median_us(record, 2000):.2f}", "", "µs")
-    Console().print(table)
+def _enter(manager: PlacementManager) -> None:
+    with manager.training():
+        pass
 
 
-if __name__ == "__main__":
-    main()
+def _record(trace: Trace) -> None:
+    trace.record(
+        module="M#0",
+        component=None,
+        kind=EventKind.OPERATION,
+        name="train",
+        source="gpu",
+        dest="gpu",
+        call_site=call_site(),
+    )
