@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients field-guards kill9 bench lint types clean
+.PHONY: demo test test-clients test-versions field-guards kill9 bench docs release-check lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
@@ -28,6 +28,16 @@ bench: $(CLIENTS)/.installed
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients $(if $(DEVICE),--placement-device $(DEVICE))
 
+# Other Pythons and torches, as in: make test-versions VERSIONS="3.12-2.13.0 3.13-2.14.1". What
+# constraints.txt pins was tested together with one torch, so here pip chooses the rest.
+test-versions: $(addprefix test-version-,$(VERSIONS))
+	@test -n "$(VERSIONS)" || { echo 'say which: VERSIONS="PYTHON-TORCH ..."'; exit 2; }
+
+test-version-%:
+	python$(firstword $(subst -, ,$*)) -m venv .venv-versions/$*
+	.venv-versions/$*/bin/pip install --quiet 'torch==$(lastword $(subst -, ,$*))' --editable '.[dev]'
+	.venv-versions/$*/bin/python -m pytest $(TESTS)
+
 # Take each field test's guard away; the test must fail then.
 field-guards: $(INSTALLED)
 	$(BIN)/python -m pytest tests/field --without-guards
@@ -35,6 +45,17 @@ field-guards: $(INSTALLED)
 # Kill -9 at 200 random moments of a save: a whole checkpoint must be left, and none be lost.
 kill9: $(INSTALLED)
 	$(BIN)/python tests/checkpoint/kill9.py
+
+# What the pages show is run by make test; here they are built, and a warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs
+	@echo build/docs/index.html
+
+# Wheel and sdist, each installed and used in an environment of its own, outside the checkout.
+release-check: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/python tests/release/check.py dist
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -44,7 +65,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) demo-output .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) .venv-versions build dist docs/generated demo-output .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         TornPlacement,
         UnsupportedAdapter,
     )
-    from placement.explain import Explanation, Finding, explain
+    from placement.explanation import Explanation, Finding, explain
     from placement.leftovers import Leftover
     from placement.machine import PlacementMachine
     from placement.manager import PlacementManager
@@ -88,8 +88,8 @@ _HOMES = {
     "Detached": "placement.errors",
     "Event": "placement.trace",
     "EventKind": "placement.trace",
-    "Explanation": "placement.explain",
-    "Finding": "placement.explain",
+    "Explanation": "placement.explanation",
+    "Finding": "placement.explanation",
     "ExportFailed": "placement.errors",
     "ForeignCheckpoint": "placement.errors",
     "ForeignOptimizer": "placement.errors",
@@ -134,7 +134,7 @@ _HOMES = {
     "Trace": "placement.trace",
     "Trigger": "placement.states",
     "UnsupportedAdapter": "placement.errors",
-    "explain": "placement.explain",
+    "explain": "placement.explanation",
     "find_compute_device": "placement.device",
     "materialising": "placement.materialise",
     "owner_of": "placement.owners",

@@ -158,7 +158,7 @@ class OwnershipChanged(PlacementError):
 
 class OwnershipUnclear(PlacementError):
     """Who owns the module's placement can't be told: a policy on some groups only, a policy of an
-    unknown class, or a wrapper that no registered owner knows."""
+    unknown class, FSDP1's own ``CPUOffload``, or DDP around a module that was elsewhere."""
 
 
 class ScatteredModule(PlacementError):

@@ -285,6 +285,7 @@ class PlacementManager:
         They are wrapped on this instance: each runs in the context that fits, and leaves the
         placement that it found. The engine's own moves are seen to: what it calls of its ``to`` in
         a wrapped method moves nothing. ``docs/examples/test_attach_an_engine.py`` shows an engine.
+        A method that it has not is named None.
 
         Args:
             engine: an engine over this manager's module.
@@ -297,10 +298,8 @@ class PlacementManager:
             export: names of its generator methods that yield weights. In them the weights are on
                 the compute device.
 
-            None for a method that it has not.
-
         Returns:
-            What undoes it: :meth:`~placement.attach.Attachment.detach`.
+            The attachment; its :meth:`~placement.attach.Attachment.detach` undoes it.
 
         Raises:
             ContradictoryOptions: the engine has no method of a name.

@@ -249,7 +249,7 @@ class Transfer:
             between: called before each bucket; may raise.
 
         Returns:
-            Whether there was anything to copy.
+            Whether a copy was begun: what has not changed needs none.
         """
         part = self._parts.setdefault(component, Part(self._twins[component]))
         with torch.no_grad(), part.timed():
@@ -260,7 +260,7 @@ class Transfer:
                 self._copy(bucket, part)
             self._sign(part)
             self._wrap(part)
-        return bool(part.storages)
+        return bool(part.copies)
 
     def _plan(self, tensor: torch.Tensor, move: Move, part: Part) -> None:
         """Note what there is to copy and to swap for ``tensor``."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import placement
+import placement.testing
 
 ROOT = Path(placement.__file__).parent
 ENGINE = ROOT.parent / "engine"
@@ -86,6 +87,14 @@ def test_imports_run_one_way_as_the_page_says() -> None:
             if other != room and level[other] >= level[room]:
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not found
+
+
+def test_no_public_name_is_hidden_by_a_module_of_that_name() -> None:
+    # Importing placement/explain.py would put the module in the place of placement.explain.
+    for package in (placement, placement.testing):
+        folder = Path(package.__file__).parent
+        modules_there = {path.stem for path in [*folder.glob("*.py"), *folder.glob("*/")]}
+        assert not modules_there & set(package.__all__)
 
 
 def test_private_torch_names_stand_in_one_file() -> None:

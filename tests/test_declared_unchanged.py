@@ -9,7 +9,14 @@ import torch
 from models import adam, assert_equal, local, normed, normed_batch, normed_loss, sharded, values
 from torch import nn
 
-from placement import ContradictoryOptions, DeclarationBroken, Placement, PlacementManager, Trace
+from placement import (
+    ContradictoryOptions,
+    DeclarationBroken,
+    EventKind,
+    Placement,
+    PlacementManager,
+    Trace,
+)
 
 
 def asleep(
@@ -50,6 +57,19 @@ def test_an_evaluation_takes_no_parameter_back(
     assert to_host(trace, "params") == known
     assert to_host(trace, "buffers") > 0, "a forward pass may change buffers"
     assert_equal(values(manager.census()), before)
+
+
+def test_what_goes_back_without_a_copy_has_none_in_flight(one_rank: str, trace: Trace) -> None:
+    manager = asleep(trace=trace)
+    with manager.evaluating(), torch.no_grad():
+        forward(manager)
+    copying = [
+        (e.kind, e.component) for e in trace if e.kind in (EventKind.ISSUED, EventKind.LANDED)
+    ]
+    issued = [component for kind, component in copying if kind is EventKind.ISSUED]
+    landed = [component for kind, component in copying if kind is EventKind.LANDED]
+    assert issued.count("params") == 2, "to rest, and for the evaluation, but not back"
+    assert sorted(issued) == sorted(landed)
 
 
 def test_training_takes_its_changes_back(one_rank: str, trace: Trace) -> None:

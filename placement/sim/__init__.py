@@ -59,7 +59,7 @@ DEVICE_TYPE = "sim"
 DEFAULT_CAPACITY = 80 << 30
 """Bytes of memory of each device, until :func:`set_capacity` says otherwise."""
 POISON_BYTE = 0xFF
-"""What each byte of a delayed copy's target holds until it lands: NaN in floating point."""
+"""What each byte of a delayed copy's target holds until it lands. In floating point that is NaN."""
 
 _UNNAMED_BACKEND = "privateuseone"
 _MOST_DEVICES = 16  # kMaxDevices in csrc/device.h
