@@ -32,7 +32,7 @@ class Places(Protocol):
     def training(self) -> AbstractContextManager[Any]:
         """A context."""
 
-    def evaluating(self) -> AbstractContextManager[Any]:
+    def evaluating(self, *, unchanged: bool = True) -> AbstractContextManager[Any]:
         """A context."""
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -165,8 +165,9 @@ class Attachment:
 
     def _weights(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def weights(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-            # An engine's export may compute with the weights, where its own ``to`` brought them.
-            with self._manager.exporting(), self._manager.evaluating():
+            # An engine's export may compute with the weights, where its own ``to`` brought them,
+            # and merge an adapter into them for as long as it takes.
+            with self._manager.exporting(), self._manager.evaluating(unchanged=False):
                 with self._own_code():
                     items = own(*args, **kwargs)
                 yield from self._announced(items)

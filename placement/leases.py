@@ -27,6 +27,7 @@ class Lease:
         operation: what it is for.
         needs: components that must be on the compute device.
         holds: components that nobody may move by hand.
+        unchanged: components that it declares to keep their values.
         found: the placement of every component when it began.
         entered_at: ``file:line`` where it was entered.
         entered: when, in seconds of the monotonic clock.
@@ -39,6 +40,7 @@ class Lease:
     operation: Operation
     needs: frozenset[Component]
     holds: frozenset[Component]
+    unchanged: frozenset[Component]
     found: dict[Component, Placement]
     entered_at: str
     entered: float = field(default_factory=time.monotonic)

@@ -479,8 +479,8 @@ class PlacementManager:
                 why="their digests differ; without the check their new values would be lost. The "
                 "move was made, and kept them",
                 tensors=changed,
-                instead="change values inside manager.training() or loading(), and leave what is "
-                "changed out of unchanged=",
+                instead="change values inside manager.training(), loading() or "
+                "evaluating(unchanged=False), and leave what is changed out of unchanged=",
             )
 
     @property
@@ -519,10 +519,20 @@ class PlacementManager:
         where FSDP2's policy wants them."""
         return self._operating(Operation.TRAIN)
 
-    def evaluating(self) -> AbstractContextManager[Mode]:
+    def evaluating(self, *, unchanged: bool = True) -> AbstractContextManager[Mode]:
         """A context in which the model is on the compute device, or where FSDP2's policy wants
-        it. The optimizer's state stays where it is."""
-        return self._operating(Operation.EVALUATE)
+        it. Gradients and the optimizer's state stay where they are.
+
+        Args:
+            unchanged: whether the parameters keep their values, so that they go back without a
+                copy. False is for a body that writes to them, as one that merges an adapter into
+                its base weights does: taking it out again does not leave the same bits.
+
+        Raises:
+            DeclarationBroken: they did not keep them. The new values were kept.
+        """
+        changes = frozenset() if unchanged else frozenset({Component.PARAMS})
+        return self._operating(Operation.EVALUATE, changes=changes)
 
     def saving(self, step: int | None = None) -> AbstractContextManager[Mode]:
         """A context in which the state dicts can be read for a checkpoint, from every placement.
@@ -766,7 +776,11 @@ class PlacementManager:
 
     @contextmanager
     def _operating(
-        self, operation: Operation, entered_at: str | None = None, in_place: bool = False
+        self,
+        operation: Operation,
+        entered_at: str | None = None,
+        in_place: bool = False,
+        changes: frozenset[Component] = frozenset(),
     ) -> Iterator[Mode]:
         """Make sure of what ``operation`` needs; restore what was found, whatever happens.
 
@@ -774,7 +788,8 @@ class PlacementManager:
         twice, the record stays true (a move is whole or did not happen), the trace has the
         failures, and a note on the exception tells of it.
         """
-        lease, mode = self._enter(operation, entered_at or call_site(), in_place)
+        unchanged = UNCHANGED_BY[operation] - changes
+        lease, mode = self._enter(operation, entered_at or call_site(), in_place, unchanged)
         found = lease.found[Component.PARAMS]
         failure: BaseException | None = None
         try:
@@ -806,7 +821,13 @@ class PlacementManager:
         self._leases.refuse_other_threads(asked)
         self._leases.refuse_operation(operation, asked)
 
-    def _enter(self, operation: Operation, entered_at: str, in_place: bool) -> tuple[Lease, Mode]:
+    def _enter(
+        self,
+        operation: Operation,
+        entered_at: str,
+        in_place: bool,
+        unchanged: frozenset[Component],
+    ) -> tuple[Lease, Mode]:
         """Check and bring what ``operation`` needs, then open its lease."""
         self._finish_pending()
         collective = not COMPUTES_WITH[operation]  # then the ranks have checked it together
@@ -817,11 +838,10 @@ class PlacementManager:
                 self._check(asked)
             needs, mode = self._needs(operation, in_place)
             found = self._record.placements()
-            lease = Lease(operation, needs, HOLDS[operation], found, entered_at)
+            lease = Lease(operation, needs, HOLDS[operation], unchanged, found, entered_at)
             self._leases.begin(lease)
             self._journal.entered(lease, mode)
             try:
-                unchanged = UNCHANGED_BY[operation]
                 self._mover.expect_changes(set(Component) - unchanged)
                 self._mover.bring({c: Placement.GPU for c in found if c in needs}, asked, unchanged)
                 if operation is Operation.SAVE and self.may_save():
@@ -864,12 +884,12 @@ class PlacementManager:
     def _put_back(self, lease: Lease, asked: str) -> list[str]:
         """Bring back what a context found. A copy that failed has changed nothing, and nobody else
         will put it back, so it is tried a second time."""
-        owed, unchanged = self._leases.owed(lease), UNCHANGED_BY[lease.operation]
+        owed = self._leases.owed(lease)
         try:
-            return self._mover.bring(owed, asked, unchanged)
+            return self._mover.bring(owed, asked, lease.unchanged)
         except RuntimeError as error:
             _LOG.warning("the placement found is restored at the second try: %s", one_line(error))
-            return self._mover.bring(owed, asked, unchanged)
+            return self._mover.bring(owed, asked, lease.unchanged)
 
     # Checks.
 

@@ -152,6 +152,17 @@ def test_a_change_of_a_reference_model_raises(
     assert manager.placement is Placement.CPU_MANUAL
 
 
+def test_an_evaluation_that_says_so_may_change_parameters(one_rank: str) -> None:
+    manager = asleep()
+    before = local(manager.module.first.weight).clone()
+    with manager.evaluating(), manager.evaluating(unchanged=False):
+        a_data_write(manager)
+    assert torch.equal(local(manager.module.first.weight), -before)
+    with manager.evaluating(unchanged=False):
+        a_data_write(manager)
+    assert torch.equal(local(manager.module.first.weight), before)
+
+
 def test_the_exception_of_the_body_is_the_one_that_propagates(one_rank: str) -> None:
     manager = asleep()
 

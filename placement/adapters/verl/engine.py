@@ -196,7 +196,8 @@ class PlacedEngine(FSDPEngine):
             computes: whether it computes with the weights (an adapter is merged into them), so that
                 they have to be on the compute device.
         """
-        placed = self.placement.evaluating() if computes else nullcontext()
+        # verl merges an adapter into the live weights, and takes it out again.
+        placed = self.placement.evaluating(unchanged=False) if computes else nullcontext()
         with self.placement.exporting(), placed, closing(collect()) as weights:
             live = self._live_storages()
             for name, weight, *specification in weights:
