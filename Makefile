@@ -26,7 +26,7 @@ bench: $(CLIENTS)/.installed
 
 # Other people's libraries, in an environment of their own.
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python -m pytest tests/clients $(if $(DEVICE),--placement-device $(DEVICE))
+	$(CLIENTS)/bin/python -m pytest tests/clients --confcutdir tests $(if $(DEVICE),--placement-device $(DEVICE))
 
 # Other Pythons and torches, as in: make test-versions VERSIONS="3.12-2.13.0 3.13-2.14.1". What
 # constraints.txt pins was tested together with one torch, so here pip chooses the rest.
