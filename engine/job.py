@@ -203,7 +203,7 @@ def _phase(
 
 
 def _placements(engine: FSDPEngine) -> str:
-    model, optimizer = engine.manager.placement, engine.manager.optimizer_placement
+    model, optimizer = engine.manager.placement, engine.manager.placements.get(Component.OPTIMIZER)
     assert optimizer is not None
     return model.value if model is optimizer else f"{model.value}, optimizer {optimizer.value}"
 

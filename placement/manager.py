@@ -33,6 +33,7 @@ from placement.errors import (
     PlacementError,
 )
 from placement.foreign import AlreadyWatched, unwatch, watch
+from placement.interrupts import interrupts_held_back
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
 from placement.leftovers import Leftover
@@ -203,11 +204,6 @@ class PlacementManager:
         return self._record[Component.PARAMS]
 
     @property
-    def optimizer_placement(self) -> Placement | None:
-        """Where the record says that the optimizer's state is; None without an optimizer."""
-        return self._record.placements().get(Component.OPTIMIZER)
-
-    @property
     def device(self) -> torch.device:
         """The compute device, with its index."""
         return self._record.device
@@ -224,7 +220,8 @@ class PlacementManager:
 
     @property
     def placements(self) -> dict[Component, Placement]:
-        """Where the record says that each component is."""
+        """Where the record says that each component is; the optimizer's state only if there is an
+        optimizer."""
         return self._record.placements()
 
     def may(self, trigger: Trigger) -> bool:
@@ -439,9 +436,12 @@ class PlacementManager:
                 self._leases.refuse_move(component, asked)
             if wait:
                 self._refuse_broken(self._mover.bring(wanted, asked), asked)
-            elif (begun := self._mover.begin(wanted, asked)) is not None:
-                self._pending = PendingMove(self, begun, asked)
-                return self._pending
+            else:
+                with interrupts_held_back() as deliver_interrupt:
+                    begun = self._mover.begin(wanted, asked, between=deliver_interrupt)
+                    if begun is not None:
+                        self._pending = PendingMove(self, begun, asked)
+                        return self._pending
         return PendingMove(self, None, asked)
 
     def _finish_pending(self) -> None:
@@ -456,7 +456,7 @@ class PlacementManager:
             begun, asked = pending._begun, pending._asked
             assert begun is not None
             pending._begun = None  # whoever keeps the handle keeps no tensors with it
-            with self._journal.refusals(asked):
+            with self._journal.refusals(asked), interrupts_held_back():
                 try:
                     self._record.check(f"the end of {asked}")
                 except BaseException:

@@ -191,8 +191,6 @@ class Retracing:
     """Components that go back the way they came. Used as a
     :class:`~placement.transfer.Transfer` is."""
 
-    watched = False
-
     def __init__(self, journeys: Mapping[Component, _Journey], lane: Lane) -> None:
         self._journeys = journeys
         self._lane = lane

@@ -47,3 +47,13 @@ def two_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
 @pytest.fixture(scope="session")
 def four_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
     return ranks(4)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
+def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Run a body on that many ranks: in this process, or in two others."""
+    if request.param == 1:
+        request.getfixturevalue("one_rank")
+        return lambda body, *args: body(*args)
+    ranks: Ranks = request.getfixturevalue("two_ranks")
+    return lambda body, *args: ranks.run(body, *args)

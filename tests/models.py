@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from engine import FSDPEngine, Offload
 from engine.byte_transformer import ByteTransformer, next_byte_loss
@@ -130,3 +132,23 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
     for name, value in left.items():
         assert value.dtype == right[name].dtype, name
         assert torch.equal(value, right[name]), name
+
+
+def state_dict_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    return optimizer.state_dict() if optimizer is not None else {}
+
+
+def copied(value: Any) -> Any:
+    """A copy of all tensors in ``value``, however nested."""
+    return tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
+
+
+def load(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    module_state: dict[str, Any],
+    optimizer_state: dict[str, Any],
+) -> None:
+    module.load_state_dict(module_state)
+    if optimizer is not None:
+        optimizer.load_state_dict(copied(optimizer_state))

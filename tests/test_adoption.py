@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from placement import (
     CannotMove,
     Census,
+    Component,
     ContradictoryOptions,
     ForeignOptimizer,
     Holding,
@@ -49,14 +50,16 @@ def test_the_placement_of_a_plain_module_is_where_its_tensors_are(
     optimizer = adam(module.parameters())
     manager = PlacementManager(module, optimizer)
     assert manager.placement is expected
-    assert manager.optimizer_placement is expected, "no state yet: its parameters' placement"
+    assert manager.placements.get(Component.OPTIMIZER) is expected, (
+        "no state yet: its parameters' placement"
+    )
     assert manager.owner.name == "plain module"
 
 
 def test_fsdp2_without_a_policy_is_moved_by_hand(one_rank: str) -> None:
     manager = PlacementManager(sharded(normed()))
     assert manager.placement is Placement.GPU
-    assert manager.optimizer_placement is None
+    assert manager.placements.get(Component.OPTIMIZER) is None
     manager.offload()
     assert manager.placement is Placement.CPU_MANUAL
 

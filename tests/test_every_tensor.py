@@ -27,7 +27,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from models import local
+from models import copied, load, local, state_dict_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
 )
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from placement import IllegalTransition, Placement, PlacementManager, Trace, find_compute_device
 
@@ -541,25 +541,6 @@ class History:
         else:
             move()
             self.home = there
-
-
-def state_dict_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    return optimizer.state_dict() if optimizer is not None else {}
-
-
-def copied(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
-
-
-def load(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    module_state: dict[str, Any],
-    optimizer_state: dict[str, Any],
-) -> None:
-    module.load_state_dict(module_state)
-    if optimizer is not None:
-        optimizer.load_state_dict(optimizer_state)
 
 
 STEPS = st.sampled_from(

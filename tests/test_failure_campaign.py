@@ -52,7 +52,7 @@ from models import (
 
 from engine import FSDPEngine, Offload
 from engine.fsdp_engine import StepResult
-from placement import Placement, find_compute_device
+from placement import Component, Placement, find_compute_device
 from placement.testing import Ranks
 from placement.testing.ranks import join_group
 
@@ -134,7 +134,7 @@ def is_planned(error: BaseException | None, point: Point) -> bool:
 class Found:
     """An engine's state, to compare with and to put back."""
 
-    placements: tuple[Placement, Placement | None]
+    placements: dict[Component, Placement]
     places: Whereabouts
     values: dict[str, torch.Tensor]
     modes: list[bool]
@@ -145,7 +145,7 @@ class Found:
     @classmethod
     def of(cls, engine: FSDPEngine) -> Found:
         return cls(
-            placements=(engine.manager.placement, engine.manager.optimizer_placement),
+            placements=engine.manager.placements,
             places=whereabouts(engine.manager),
             values=values(engine.manager.census()),
             modes=[module.training for module in engine.module.modules()],

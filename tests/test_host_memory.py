@@ -35,6 +35,7 @@ def sharded_layers(module: nn.Module) -> nn.Module:
         ([2 * MB] * 128, 1.0),
         ([64 * 1024] * 1000, 1.0),
         (LLAMA_LAYER * 8 + [128256 * 4096 // 2], 1.05),
+        ([100 * MB] * 3, 1.28),  # few, large and odd: the worst that docs/limits.md tells of
     ],
 )
 def test_slabs_hold_little_more_than_what_is_asked_of_them(

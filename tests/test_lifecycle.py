@@ -24,8 +24,7 @@ from models import (
 from torch import nn
 
 from engine import FSDPEngine, Offload
-from placement import EventKind, Outcome, Placement, PlacementHeld, Trace
-from placement.testing import Ranks
+from placement import Component, EventKind, Outcome, Placement, PlacementHeld, Trace
 
 AT_REST = {
     Offload.NONE: Placement.GPU,
@@ -34,16 +33,6 @@ AT_REST = {
 }
 
 Body = Callable[..., object]
-
-
-@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
-def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Run a body on that many ranks: in this process, or in two others."""
-    if request.param == 1:
-        request.getfixturevalue("one_rank")
-        return lambda body, *args: body(*args)
-    ranks: Ranks = request.getfixturevalue("two_ranks")
-    return lambda body, *args: ranks.run(body, *args)
 
 
 def shared_directory() -> Path:
@@ -68,12 +57,12 @@ def save_leaves_what_it_found(offload: Offload, situation: str) -> None:
     def save() -> None:
         accumulate_gradients(engine)
         found, before = whereabouts(engine.manager), values(engine.manager.census())
-        placements = engine.manager.placement, engine.manager.optimizer_placement
+        placements = engine.manager.placements
         assert any(name.startswith("grad ") for name in found)
         assert any(name.startswith("buffer ") for name in found)
         assert any(name.startswith("optimizer ") for name in found)
         engine.save_checkpoint(checkpoint)
-        assert (engine.manager.placement, engine.manager.optimizer_placement) == placements
+        assert engine.manager.placements == placements
         assert whereabouts(engine.manager) == found
         assert_equal(values(engine.manager.census()), before)
         engine.optimizer.zero_grad()
@@ -233,7 +222,7 @@ def test_evaluating_leaves_the_optimizer_where_it_is(one_rank: str) -> None:
     engine.train_batch(normed_batch(0))
     with engine.eval_mode():
         assert engine.manager.placement is Placement.GPU
-        assert engine.manager.optimizer_placement is Placement.CPU_MANUAL
+        assert engine.manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
         engine.manager.verify()
 
 
@@ -304,7 +293,7 @@ def load_puts_tensors_where_the_record_says(saved: Offload, loaded: Offload) -> 
     other.load_checkpoint(checkpoint)
     other.manager.verify()
     assert other.manager.placement is AT_REST[loaded]
-    assert other.manager.optimizer_placement is AT_REST[loaded]
+    assert other.manager.placements.get(Component.OPTIMIZER) is AT_REST[loaded]
     assert_equal(values(engine.manager.census()), values(other.manager.census()))
     other.train_batch(own_part(normed_batch(1)))
 

@@ -72,7 +72,7 @@ def test_a_step_counter_that_torch_keeps_on_the_host_stays_there(one_rank: str) 
     optimizer = torch.optim.AdamW(module.parameters())
     step(module, optimizer, 0)
     manager = PlacementManager(module, optimizer)
-    assert manager.optimizer_placement is Placement.GPU
+    assert manager.placements.get(Component.OPTIMIZER) is Placement.GPU
     manager.offload()
     manager.onload()
     assert optimizer.state[module.second.weight]["step"].device.type == "cpu"
@@ -113,11 +113,11 @@ def test_state_apart_from_its_parameters_is_a_placement_of_its_own(one_rank: str
             state[key] = state[key].cpu()
     manager = PlacementManager(module, optimizer)
     assert manager.placement is Placement.GPU
-    assert manager.optimizer_placement is Placement.CPU_MANUAL
+    assert manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
     with manager.training():
-        assert manager.optimizer_placement is Placement.GPU
+        assert manager.placements.get(Component.OPTIMIZER) is Placement.GPU
         step(module, optimizer, 1)
-    assert manager.optimizer_placement is Placement.CPU_MANUAL
+    assert manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
 
 
 def test_state_on_both_sides_is_refused_by_name(one_rank: str) -> None:
@@ -135,10 +135,10 @@ def test_an_optimizer_without_state_follows_its_parameters(one_rank: str) -> Non
     module = normed()
     optimizer = torch.optim.AdamW(module.parameters())
     manager = PlacementManager(module, optimizer)
-    assert manager.optimizer_placement is Placement.CPU_MANUAL
+    assert manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
     with manager.evaluating():
-        assert manager.optimizer_placement is Placement.GPU
-    assert manager.optimizer_placement is Placement.CPU_MANUAL
+        assert manager.placements.get(Component.OPTIMIZER) is Placement.GPU
+    assert manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
 
 
 def test_a_wrapped_optimizer_over_foreign_parameters_is_refused(one_rank: str) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import adam, assert_equal, local, normed, normed_batch, normed_loss, sharded, values
 
-from placement import Placement, PlacementDrift, PlacementManager, Trace
+from placement import Component, Placement, PlacementDrift, PlacementManager, Trace
+from placement.transfer import Transfer
 
 GPU, CPU = Placement.GPU, Placement.CPU_MANUAL
 
@@ -109,6 +112,28 @@ def test_a_module_that_was_moved_meanwhile_is_met_and_left(one_rank: str) -> Non
     manager.verify()
     manager.offload()
     assert {local(p).device.type for p in manager.module.parameters()} == {"cpu"}
+
+
+def test_an_interrupt_while_the_move_is_made_waits_until_it_is_whole(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Transfer.commit
+
+    def interrupted(self: Transfer, component: Component) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        commit(self, component)
+
+    manager = stepped(one_rank)
+    move = manager.offload(wait=False)
+    monkeypatch.setattr(Transfer, "commit", interrupted)
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            move.wait()
+    finally:
+        signal.signal(signal.SIGINT, found)
+    assert set(manager.placements.values()) == {CPU}
+    manager.verify()
 
 
 def test_a_copy_that_fails_is_met_when_it_is_begun(one_rank: str) -> None:

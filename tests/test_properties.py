@@ -31,7 +31,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from models import local
+from models import copied, load, local, state_dict_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -499,8 +499,8 @@ class History:
             assert saved.keys() == expected.keys()
             for name, value in saved.items():
                 assert_same(name, value, expected[name])
-            self.checkpoint = copied([self.module.state_dict(), state_of(self.optimizer)])
-        twins = copied([self.twin.state_dict(), state_of(self.twin_optimizer)])
+            self.checkpoint = copied([self.module.state_dict(), state_dict_of(self.optimizer)])
+        twins = copied([self.twin.state_dict(), state_dict_of(self.twin_optimizer)])
         self.twin_checkpoint, self.checkpoint_has_state = twins, self.has_state
 
     def load(self) -> None:
@@ -620,26 +620,6 @@ def assert_same(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
     one, other = local(one.detach()).cpu(), local(other.detach()).cpu()
     assert one.dtype is other.dtype, name
     assert torch.equal(one, other), f"{name}: {one} is not {other}"
-
-
-def state_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    return optimizer.state_dict() if optimizer is not None else {}
-
-
-def copied(value: Any) -> Any:
-    """A copy of all tensors in ``value``, however nested."""
-    return tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
-
-
-def load(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    module_state: dict[str, Any],
-    optimizer_state: dict[str, Any],
-) -> None:
-    module.load_state_dict(module_state)
-    if optimizer is not None:
-        optimizer.load_state_dict(copied(optimizer_state))
 
 
 def named(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

@@ -61,15 +61,6 @@ def draws() -> tuple[float, float, float]:
     return random.random(), torch.rand(()).item(), torch.rand((), device=device).item()
 
 
-@pytest.fixture(params=[1, 2], ids=["1 rank", "2 ranks"])
-def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
-    if request.param == 1:
-        request.getfixturevalue("one_rank")
-        return lambda body, *args: body(*args)
-    ranks: Ranks = request.getfixturevalue("two_ranks")
-    return lambda body, *args: ranks.run(body, *args)
-
-
 # The same ranks: the run goes on as if nothing had happened.
 
 

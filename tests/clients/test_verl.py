@@ -27,7 +27,13 @@ from verl_engines import (
     train_batch,
 )
 
-from placement import ContradictoryOptions, IllegalTransition, OwnershipUnclear, Placement
+from placement import (
+    Component,
+    ContradictoryOptions,
+    IllegalTransition,
+    OwnershipUnclear,
+    Placement,
+)
 from placement.testing import Ranks
 
 RanksOf = Callable[[int], Ranks]
@@ -86,7 +92,7 @@ def whole_lifecycle(model: Path, name: str, checkpoint: str) -> None:
     stock = built(model, stock=True, **CONFIGURATIONS[name])
     parameters, optimizer = RESTS[name]
     assert engine.placement.placement.value == parameters
-    assert engine.placement.optimizer_placement.value == optimizer
+    assert engine.placement.placements[Component.OPTIMIZER].value == optimizer
     found = look(engine)
     for step in range(2):
         assert train(engine, step) == train(stock, step)

@@ -23,6 +23,7 @@ pytest.importorskip("verl", reason="verl is not installed; make test-clients run
 from verl_engines import POLICIES, built, exported, infer, infer_batch, train, train_batch
 
 from placement import (
+    Component,
     ContradictoryOptions,
     IllegalTransition,
     NotEnoughMemory,
@@ -285,7 +286,7 @@ def move_of_the_optimizer_alone(model: Path) -> None:
 
     managed.to("cpu", model=False)
     assert managed.placement.placement is Placement.GPU
-    assert managed.placement.optimizer_placement is Placement.CPU_MANUAL
+    assert managed.placement.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
     train(managed, 1)
 
 

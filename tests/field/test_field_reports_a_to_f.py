@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine import Offload
 from placement import (
+    Component,
     ContradictoryOptions,
     IllegalTransition,
     Placement,
@@ -255,7 +256,7 @@ def test_weights_of_an_offloaded_module_are_saved_without_a_move_of_the_optimize
     with manager.exporting():
         state = get_model_state_dict(module)
         assert manager.placement is Placement.GPU
-        assert manager.optimizer_placement is Placement.CPU_MANUAL
+        assert manager.placements.get(Component.OPTIMIZER) is Placement.CPU_MANUAL
         assert torch.equal(state["second.bias"].cpu(), bias)
     assert manager.placement is Placement.CPU_MANUAL
 
