@@ -44,17 +44,15 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     try:
         free, _ = torch.accelerator.get_memory_info(device)
-        cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
-            device
-        )
+        allocated, reserved = torch_private.allocated_and_reserved_bytes(device)
     except (AttributeError, NotImplementedError, RuntimeError):
         return None  # torch before 2.10, or a backend without the query
-    return int(free) + int(cached)
+    return int(free) + reserved - allocated
 
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes that tensors occupy on ``device``, as torch's allocator counts them."""
-    return torch_private.allocated_bytes(device)
+    return torch_private.allocated_and_reserved_bytes(device)[0]
 
 
 def resident_bytes() -> int:

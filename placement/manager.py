@@ -33,7 +33,6 @@ from placement.errors import (
     PlacementError,
 )
 from placement.foreign import AlreadyWatched, unwatch, watch
-from placement.interrupts import interrupts_held_back
 from placement.journal import Journal, one_line
 from placement.leases import Lease, Leases
 from placement.leftovers import Leftover
@@ -55,6 +54,7 @@ from placement.states import (
 )
 from placement.tensors import same_device
 from placement.trace import Trace, call_site, process_trace
+from placement.undisturbed import undisturbed
 from placement.use import UseGuard
 from placement.watch import ForeignWatch
 from placement.weights import (
@@ -437,7 +437,7 @@ class PlacementManager:
             if wait:
                 self._refuse_broken(self._mover.bring(wanted, asked), asked)
             else:
-                with interrupts_held_back() as deliver_interrupt:
+                with undisturbed() as deliver_interrupt:
                     begun = self._mover.begin(wanted, asked, between=deliver_interrupt)
                     if begun is not None:
                         self._pending = PendingMove(self, begun, asked)
@@ -456,7 +456,7 @@ class PlacementManager:
             begun, asked = pending._begun, pending._asked
             assert begun is not None
             pending._begun = None  # whoever keeps the handle keeps no tensors with it
-            with self._journal.refusals(asked), interrupts_held_back():
+            with self._journal.refusals(asked), undisturbed():
                 try:
                     self._record.check(f"the end of {asked}")
                 except BaseException:

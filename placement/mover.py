@@ -21,7 +21,6 @@ from placement.census import Site
 from placement.claims import Claim
 from placement.device import allocated_bytes, resident_bytes
 from placement.errors import PlacementError
-from placement.interrupts import interrupts_held_back
 from placement.journal import Journal
 from placement.leftovers import Leftover, find_leftovers, find_unregistered
 from placement.record import Record
@@ -33,6 +32,7 @@ from placement.tensors import has_its_bytes, parts
 from placement.trace import RECOVERY, EventKind
 from placement.transfer import Lane, Move, Moved, Transfer
 from placement.twins import Twins
+from placement.undisturbed import undisturbed
 
 _LOG = logging.getLogger("placement")
 
@@ -90,7 +90,7 @@ class Mover:
         """
         if all(self._record[component] is place for component, place in wanted.items()):
             return []  # most contexts are entered and left so: nothing more is to be spent on it
-        with interrupts_held_back() as deliver_interrupt:
+        with undisturbed() as deliver_interrupt:
             begun = self.begin(wanted, asked, unchanged, deliver_interrupt)
             return self.complete(begun) if begun is not None else []
 
@@ -154,7 +154,7 @@ class Mover:
     ) -> Begun | None:
         """Begin a move that is the way back of the last one, without planning it; None if it is
         not."""
-        if not self._routes or (roll := self._record.roll_that_agrees(asked)) is None:
+        if not self._routes or (everyone := self._record.everyone_if_they_agree(asked)) is None:
             return None
         triggers, present = dict(triggers), self._record.components_with_tensors
         self._let_what_is_empty_follow(triggers, wanted, present)
@@ -169,7 +169,7 @@ class Mover:
             return None
         self._record.owner.settle()
         meter = _Meter(self._record.device)
-        if (transfer := retrace(known, roll, self._lane)) is None:
+        if (transfer := retrace(known, everyone, self._lane)) is None:
             return None
         begun = Begun(triggers, (), transfer, meter)
         self.expect_changes(triggers)
@@ -190,12 +190,13 @@ class Mover:
 
     def _learn_routes(self, begun: Begun) -> None:
         """Remember the way that was gone, for the way back."""
-        if not isinstance(begun.transfer, Transfer) or (roll := self._record.roll()) is None:
+        if not isinstance(begun.transfer, Transfer):
             return
-        if (known := self._record.acquaintance_with(roll)) is None:
+        if (everyone := self._record.everyone_moved(begun.triggers)) is None:
             return
+        known = self._record.acquaintance
         for component in begun.triggers:
-            route = learn(begun.transfer.part(component), known, roll, self._twins[component])
+            route = learn(begun.transfer.part(component), known, everyone, self._twins[component])
             if route is not None:
                 self._routes[component] = route
                 self._twins[component].keep_only(())  # the route has them now
@@ -269,7 +270,7 @@ class Mover:
             meter = _Meter(self._record.device)
             self._give_up_route(component)
             transfer = Transfer(moves, twins=self._twins, lane=self._lane, asked=why)
-            with interrupts_held_back() as deliver_interrupt, transfer:
+            with undisturbed() as deliver_interrupt, transfer:
                 if transfer.stage(component, deliver_interrupt):
                     self._journal.copying(EventKind.ISSUED, component, why)
                 if transfer.land(component):
@@ -445,7 +446,9 @@ class _Meter:
 
     def add_to(self, moved: Moved) -> Moved:
         """``moved`` with the memory since the last reading, and now."""
-        before, self._last = self._last, self._read()
+        before = self._last
+        if moved.to_device or moved.to_host or moved.unchanged:  # reading takes its time, too
+            self._last = self._read()
         return replace(
             moved,
             device_bytes=(before[0], self._last[0]),

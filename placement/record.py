@@ -7,8 +7,9 @@ only by a machine's transition, and checked against a census whenever something 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,8 +81,6 @@ class Record:
             require_own_parameters(optimizer, parameters)
         self.last_foreign: str | None = None
         self._known: Acquaintance | None = None
-        # Where those on the roll were when they were last found to agree with each placement.
-        self._agreed: dict[tuple[Component, Placement], list[torch.device]] = {}
         self.machines = self._adopt()
 
     def __getitem__(self, component: Component) -> Placement:
@@ -98,19 +97,20 @@ class Record:
 
     def census(self) -> Census:
         """Where everything really is, now."""
-        if (
-            (roll := self.roll()) is not None
-            and self._known is not None
-            and self._known.meets(roll)
-        ):
-            return self._known.census(roll)
+        if self._known is not None and (everyone := self._meet(self._known)) is not None:
+            return self._known.census(everyone)
         return take_census(holdings_of(self.owner, self.optimizer, self.scaler))
 
-    def roll(self) -> list[object] | None:
+    def _roll(self) -> list[object] | None:
         """Everything that there is, in order; None if it can't be told so."""
         with contextlib.suppress(Unknown):
             return call_roll(self.owner, self.optimizer, self.scaler)
         return None
+
+    def _meet(self, known: Acquaintance) -> list[Any] | None:
+        """Everyone there is, if ``known`` knows them."""
+        roll = self._roll()
+        return known.meet(roll) if roll is not None else None
 
     def require_whole(self, asked: str) -> None:
         """
@@ -130,7 +130,7 @@ class Record:
             PlacementDrift: a tensor is not where the record says.
         """
         self.require_whole(asked)
-        roll, census = self._census_of_what_was_adopted(asked)
+        everyone, census = self._census_of_what_was_adopted(asked)
         for component, placement in self.placements().items():
             strays = self.residence.strays(census.of(component), placement)
             if strays:
@@ -143,60 +143,80 @@ class Record:
                     tensors=[str(site) for site in strays],
                     instead="move through manager.onload() and manager.offload() only",
                 )
-        if roll is not None and self._known is not None:
+        if everyone is not None and self._known is not None:
             for component, placement in self.placements().items():
-                self._agreed[component, placement] = self._known.devices(roll, component)
+                if not self._known.remembers(component, placement):
+                    self._known.remember(component, placement, everyone)
         return census
 
-    def roll_that_agrees(self, asked: str) -> list[object] | None:
-        """The roll, if it has the same objects as when the record was last checked, each where one
-        was found in the same placement; None if only :meth:`check` can tell.
+    def everyone_if_they_agree(self, asked: str) -> list[Any] | None:
+        """Everyone there is (:class:`~placement.roll.Acquaintance`), if all are the same objects as
+        when the record was last checked, and look as they were found in the same placement; None if
+        only :meth:`check` can tell.
 
         Raises:
             TornPlacement: an earlier move left a component in two places.
         """
         self.require_whole(asked)
-        roll = self.roll()
-        if roll is None or self._known is None or not self._known.meets(roll):
+        known = self._known
+        if known is None or (everyone := self._meet(known)) is None:
             return None
         for component, placement in self.placements().items():
-            if self._known.devices(roll, component) != self._agreed.get((component, placement)):
+            if not known.recognises(component, placement, everyone):
                 return None
-        return roll
+        return everyone
 
-    def acquaintance_with(self, roll: Sequence[object]) -> Acquaintance | None:
-        """What is known of those on ``roll``, if it is the last one that was checked."""
+    def everyone_moved(self, components: Iterable[Component]) -> list[Any] | None:
+        """Everyone there is, just after ``components`` moved, if all are the same objects. How they
+        look now is what they are expected to look like in their new placement."""
         known = self._known
-        return known if known is not None and known.meets(roll) else None
+        if known is None or (everyone := self._meet(known)) is None:
+            return None
+        for component in components:
+            known.remember(component, self[component], everyone)
+        return everyone
 
     @property
     def acquaintance(self) -> Acquaintance | None:
-        """What is known of those on the roll that was last checked."""
+        """What is known of everyone since the record was last checked."""
         return self._known
 
     @property
     def components_with_tensors(self) -> Set[Component]:
-        """As of the last roll."""
+        """As of the last check."""
         return self._known.components if self._known is not None else frozenset()
 
-    def _census_of_what_was_adopted(self, asked: str) -> tuple[list[object] | None, Census]:
-        """The roll and a census, after ownership was looked at; that can be left out if the roll is
-        the last one's.
+    def _census_of_what_was_adopted(self, asked: str) -> tuple[list[Any] | None, Census]:
+        """Everyone there is, if that can be told, and a census, after ownership was looked at;
+        that can be left out if all are who they were and look as they did.
 
         Raises:
             OwnershipChanged, ForeignOptimizer: as :meth:`check`.
         """
-        roll = self.roll()
-        if roll is not None and self._known is not None and self._known.meets(roll):
-            return roll, self._known.census(roll)
+        roll, known = self._roll(), self._known
+        everyone = known.meet(roll) if known is not None and roll is not None else None
+        if (
+            known is not None
+            and everyone is not None
+            and not self._changed_their_looks(known, everyone)
+        ):
+            return everyone, known.census(everyone)
         self._known = None
-        self._agreed.clear()
         self._require_what_was_adopted(asked)
         holdings = list(holdings_of(self.owner, self.optimizer, self.scaler))
         if roll is not None:
             with contextlib.suppress(Unknown):
                 self._known = Acquaintance(roll, holdings)
-        return roll, take_census(holdings)
+        everyone = self._known.meet(roll) if roll is not None and self._known is not None else None
+        return everyone, take_census(holdings)
+
+    def _changed_their_looks(self, known: Acquaintance, everyone: Sequence[Any]) -> bool:
+        """Whether any of everyone looks otherwise than when it was seen in the same placement."""
+        return any(
+            known.remembers(component, placement)
+            and not known.recognises(component, placement, everyone)
+            for component, placement in self.placements().items()
+        )
 
     def _require_what_was_adopted(self, asked: str) -> None:
         owner = owner_of(self.module)

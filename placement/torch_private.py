@@ -10,15 +10,19 @@ releases have in the place of ``_fsdp_param_groups``; it is kept as a property i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo import guards
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,11 +40,13 @@ __all__ = [
     "Communicator",
     "FlatHandle",
     "FlatPiece",
+    "Likeness",
+    "ModuleTree",
     "ShardGroup",
     "ShardedParameter",
     "address_of",
     "addresses_of",
-    "allocated_bytes",
+    "allocated_and_reserved_bytes",
     "begin_to_copy",
     "communicators",
     "convert_tensors",
@@ -48,7 +54,7 @@ __all__ = [
     "drop_reducer",
     "faults_of_plan",
     "flat_handles",
-    "holders_of",
+    "holders_at",
     "initialised_roots",
     "inner_tensors",
     "is_dtensor",
@@ -204,10 +210,10 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     return [storage._cdata for storage in storages]
 
 
-def holders_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """:func:`storage_holders` for each."""
+def holders_at(addresses: Sequence[int]) -> list[int]:
+    """:func:`storage_holders` for each, by the addresses of storages that the caller has."""
     count = torch._C._storage_Use_Count
-    return [count(storage._cdata) - 1 for storage in storages]
+    return [count(address) - 1 for address in addresses]
 
 
 def local_tensors(dtensors: Sequence[Any]) -> list[torch.Tensor]:
@@ -333,44 +339,102 @@ def shard_groups(module: nn.Module) -> list[ShardGroup]:
     return list(groups.values())
 
 
-def roll_of(module: nn.Module) -> list[object]:
-    """Everything from which is read what ``module`` holds: the modules at and below it and their
-    classes, which ``fully_shard`` changes; what is registered to them; gradients; FSDP2's groups
-    with what each keeps of its parameters. Objects come more than once, None in the place of what
-    is not there. One pass over ``_modules``, ``_parameters`` and ``_buffers``, since
-    ``named_modules()`` alone takes longer than moving a small parameter."""
-    roll: list[object] = []
-    parameters: list[nn.Parameter | None] = []
-    groups: list[Any] = []
-    seen: set[int] = set()
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        roll += (one, type(one))
-        if one._parameters:
-            parameters += one._parameters.values()
-        if one._buffers:
-            roll += one._buffers.values()
-        if one._modules:
-            waiting += one._modules.values()
-        if isinstance(one, FSDPModule):
-            groups += _groups_of(one)
-    roll += parameters
-    roll += [None if parameter is None else parameter.grad for parameter in parameters]
-    for group in groups:
-        roll += (group, group.offload_policy, group._partial_reduce_output)
-        states = group.fsdp_params
-        shards = [state.sharded_param for state in states]
-        roll += shards
-        roll += [shard.grad for shard in shards]
-        roll += [state._sharded_param_data for state in states]
-        roll += [state.unsharded_accumulated_grad for state in states]
-        gathered = [getattr(state, "_unsharded_param", None) for state in states]
-        roll += [None if whole is None else whole.grad for whole in gathered]
+class ModuleTree:
+    """The modules at and below one. They are walked once; whether the tree is still the same is
+    told faster, from ``nn.Module._modules`` of each.
+
+    A module that is taken out is not kept alive.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._found: list[weakref.ref[nn.Module]] = []
+        self._children: list[int] = []
+
+    def modules(self) -> list[nn.Module]:
+        """Each once, in a fixed order."""
+        found = [module for ref in self._found if (module := ref()) is not None]
+        if not found or len(found) < len(self._found) or _children_of(found) != self._children:
+            found = self._walk()
+            self._found = list(map(weakref.ref, found))
+            self._children = _children_of(found)
+        return found
+
+    def _walk(self) -> list[nn.Module]:
+        found: dict[int, nn.Module] = {}
+        waiting: list[nn.Module | None] = [self._root]
+        while waiting:
+            module = waiting.pop()
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                waiting += module._modules.values()
+        return list(found.values())
+
+
+def _children_of(modules: Sequence[nn.Module]) -> list[int]:
+    return [
+        id(child) for module in modules if module._modules for child in module._modules.values()
+    ]
+
+
+def roll_of(tree: ModuleTree) -> list[object]:
+    """Everything from which is read what a module holds: the classes of the modules, which
+    ``fully_shard`` changes; what is registered to them; gradients; FSDP2's groups with what each
+    keeps of its parameters. It goes by ``_parameters`` and ``_buffers``, since ``named_modules()``
+    alone takes longer than moving a small parameter, and leaves out what would say the same twice,
+    since each object takes a share of that time, too."""
+    modules = tree.modules()
+    parameters = [one for module in modules for one in module._parameters.values()]
+    roll: list[object] = [*dict.fromkeys(map(type, modules)), *parameters]
+    roll += [one for module in modules if module._buffers for one in module._buffers.values()]
+    roll += _if_any([None if parameter is None else parameter.grad for parameter in parameters])
+    registered = set(map(id, parameters))
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(module):
+                roll += (group, group.offload_policy, group._partial_reduce_output)
+                roll += _shards_on_roll(group.fsdp_params, registered)
     return roll
+
+
+_SHARD = attrgetter("sharded_param", "_sharded_param_data", "unsharded_accumulated_grad")
+
+
+def _shards_on_roll(states: Sequence[Any], registered: set[int]) -> list[object]:
+    sharded, padded, waiting = zip(*map(_SHARD, states), strict=True)
+    roll = list(padded)
+    if not registered.issuperset(map(id, sharded)):  # while they are gathered
+        roll += sharded
+        roll += [one.grad for one in sharded]
+    roll += _if_any(waiting)
+    gathered = [getattr(state, "_unsharded_param", None) for state in states]
+    return roll + _if_any([None if whole is None else whole.grad for whole in gathered])
+
+
+def _if_any(those: Sequence[object]) -> list[object]:
+    return [] if set(map(type, those)) <= {NoneType} else list(those)
+
+
+class Likeness:
+    """What tensors look like: class, dtype, device, sizes and strides of each, and what the
+    dispatcher knows of it (whether it is conjugated or negated lazily). Whether others look the
+    same takes one call: ``torch._C._dynamo.guards.TensorGuards``, which ``torch.compile`` asks
+    before each call of a compiled function."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():  # it goes by the mode, too
+            sizes: list[Any] = [list(tensor.size()) for tensor in tensors]
+            strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+            self._guards = guards.TensorGuards(
+                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            )
+
+    def is_that_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether ``tensors``, each different from the others, look like this. Where it can't be
+        told, as under autocast or in inference mode, it is not."""
+        with torch.no_grad():
+            same: bool = self._guards.check(*tensors)
+        return same
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
@@ -418,13 +482,17 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """``torch.accelerator.memory_allocated``, without making a flat dictionary of all statistics
-    (``torch/accelerator/memory.py``), which takes as long as moving a hundred small tensors."""
+def allocated_and_reserved_bytes(device: torch.device) -> tuple[int, int]:
+    """``torch.accelerator.memory_allocated`` and ``memory_reserved``, without making a flat
+    dictionary of all statistics (``torch/accelerator/memory.py``) for each, which takes as long as
+    moving a hundred small tensors."""
     if (statistics := getattr(torch._C, "_accelerator_getDeviceStats", None)) is None:
-        return torch.accelerator.memory_allocated(device)
-    allocated: int = statistics(device.index or 0)["allocated_bytes"]["all"]["current"]
-    return allocated
+        memory = torch.accelerator
+        return memory.memory_allocated(device), memory.memory_reserved(device)
+    of_device = statistics(device.index or 0)
+    allocated: int = of_device["allocated_bytes"]["all"]["current"]
+    reserved: int = of_device["reserved_bytes"]["all"]["current"]
+    return allocated, reserved
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, torch.Tensor]:

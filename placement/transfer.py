@@ -255,9 +255,9 @@ class Transfer:
         with torch.no_grad(), part.timed():
             self._compare(part)
             part.twins.keep_only({id(t) for storage in part.storages for t in storage.tensors})
-            for bucket in _buckets(part.storages):
+            for bucket in buckets([storage.nbytes for storage in part.storages]):
                 between()
-                self._copy(bucket, part)
+                self._copy(part.storages[bucket], part)
             self._sign(part)
             self._wrap(part)
         return bool(part.copies)
@@ -299,19 +299,21 @@ class Transfer:
             made = part.twins.make([s.tensors for s in alike], target, pinned)
             for storage, twins in zip(alike, made, strict=True):
                 storage.twins = twins
-        pairs = []
+        targets, sources = [], []
         for storage in bucket:
             storage.before = [tensor.data for tensor in storage.tensors]
             if storage.unchanged and storage.borrowed:
                 part.moved.unchanged += storage.nbytes
                 continue
-            pairs.append(_whole(storage))
+            whole_of_twin, whole = _whole(storage)
+            targets.append(whole_of_twin)
+            sources.append(whole)
             if storage.target.type == "cpu":
                 part.moved.to_host += storage.nbytes
             else:
                 part.moved.to_device += storage.nbytes
-        if pairs:
-            part.copies.append(self._lane.copy(pairs))
+        if targets:
+            part.copies.append(self._lane.copy(targets, sources))
 
     def _compare(self, part: Part) -> None:
         """Find out what has not changed on the device, and needs no copy."""
@@ -460,9 +462,9 @@ class Lane:
         self._device = device
         self._stream: torch.Stream | None = None
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event:
-        """Begin to copy the second of each pair into the first, behind all that the computing
-        stream has been given. That one goes on beside the copies.
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.Event:
+        """Begin to copy each of ``sources`` into the target beside it, behind all that the
+        computing stream has been given. That one goes on beside the copies.
 
         Returns:
             An event behind the copies, for the host to wait for.
@@ -471,7 +473,7 @@ class Lane:
             self._stream = torch.Stream(device=self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            begin_to_copy([to for to, _ in pairs], [of for _, of in pairs])
+            begin_to_copy(targets, sources)
         return self._stream.record_event()
 
     def follow(self, copies: Sequence[torch.Event]) -> None:
@@ -480,16 +482,16 @@ class Lane:
             torch.accelerator.current_stream(self._device).wait_event(copy)
 
 
-def _buckets(storages: Sequence[_Storage]) -> Iterator[Sequence[_Storage]]:
-    """``storages`` in runs of about a bucket's bytes."""
+def buckets(sizes: Sequence[int]) -> Iterator[slice]:
+    """Runs of ``sizes``, which are in bytes, that sum up to about a bucket each."""
     begins = nbytes = 0
-    for index, storage in enumerate(storages):
-        nbytes += storage.nbytes
+    for index, size in enumerate(sizes):
+        nbytes += size
         if nbytes >= BUCKET:
-            yield storages[begins : index + 1]
+            yield slice(begins, index + 1)
             begins, nbytes = index + 1, 0
-    if begins < len(storages):
-        yield storages[begins:]
+    if begins < len(sizes):
+        yield slice(begins, len(sizes))
 
 
 def _whole(storage: _Storage) -> tuple[torch.Tensor, torch.Tensor]:

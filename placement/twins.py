@@ -2,7 +2,7 @@
 
 A tensor that moves leaves its old self behind: an alias of the memory that it pointed at. On its
 way back the tensor is pointed at that alias again. So a round trip ends with exactly the layout
-that it began with, and from its second time on makes no tensor and pins no memory. On the device an
+that it began with, and from its second time on lays out no tensor anew and pins no memory. On the device an
 alias is a shell: its memory is freed while the tensor is away. On the host it is a piece of a slab
 (``placement/slabs.py``).
 
@@ -71,7 +71,7 @@ class Twins:
         twins = []
         for tensor in tensors:
             twin = self._kept.get(id(tensor))
-            if twin is None or twin.device != target or _layout(twin) != _layout(tensor):
+            if twin is None or twin.device != target or layout_of(twin) != layout_of(tensor):
                 return []
             twins.append(twin)
         storage = twins[0].untyped_storage()
@@ -230,7 +230,8 @@ class Twins:
         return self._wrappers[key]
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def layout_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """How ``tensor`` looks into its storage."""
     return (
         tensor.size(),
         tensor.stride(),

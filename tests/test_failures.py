@@ -36,7 +36,7 @@ from placement import (
     Trace,
     find_compute_device,
 )
-from placement.routes import Retracing
+from placement.routes import Journey, Retracing
 from placement.testing import Ranks
 from placement.transfer import Part, Transfer
 
@@ -46,15 +46,19 @@ from placement.transfer import Part, Transfer
 def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the commit fail before its ``number``-th swap."""
 
-    swaps = Part.swaps
+    def failing(
+        swaps: Callable[[object], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+    ) -> Callable[[object], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+        def until_half_way(part: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for index, swap in enumerate(swaps(part)):
+                if index == number:
+                    raise OSError("half way")
+                yield swap
 
-    def failing(self: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for index, swap in enumerate(swaps(self)):
-            if index == number:
-                raise OSError("half way")
-            yield swap
+        return until_half_way
 
-    monkeypatch.setattr(Part, "swaps", failing)
+    for way in (Part, Journey):  # planned, and back the way it came
+        monkeypatch.setattr(way, "swaps", failing(way.swaps))
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])

@@ -24,7 +24,13 @@ from placement.names import canonical_names
 from placement.owners.base import Owner, module_holdings, refuse_while_busy
 from placement.states import Placement
 from placement.tensors import Holding, Kind
-from placement.torch_private import ShardGroup, initialised_roots, roll_of, shard_groups
+from placement.torch_private import (
+    ModuleTree,
+    ShardGroup,
+    initialised_roots,
+    roll_of,
+    shard_groups,
+)
 
 _CPU = torch.device("cpu")
 _UNREDUCED = " (unreduced)"
@@ -38,6 +44,7 @@ class FSDP2Module(Owner):
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup], managed: bool) -> None:
         super().__init__(module)
+        self._tree = ModuleTree(module)
         self._groups = groups
         self._managed = managed
         grouped = {id(p.parameter) for group in groups for p in group.parameters}
@@ -105,7 +112,7 @@ class FSDP2Module(Owner):
                 yield Holding(name, Kind.GRAD, group.unreduced_output, _PART_REDUCED)
 
     def roll(self) -> list[object]:
-        return roll_of(self.module)
+        return roll_of(self._tree)
 
     def belongs_on(self, holding: Holding, compute_device: torch.device) -> torch.device:
         whole = holding.detail in (_UNREDUCED, _PART_REDUCED)

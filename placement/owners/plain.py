@@ -8,13 +8,17 @@ from torch import nn
 
 from placement.owners.base import Owner, module_holdings, registered_parameters
 from placement.tensors import Holding
-from placement.torch_private import roll_of
+from placement.torch_private import ModuleTree, roll_of
 
 
 class PlainModule(Owner):
     """Any ``nn.Module`` that no other kind recognised."""
 
     name = "plain module"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._tree = ModuleTree(module)
 
     @classmethod
     def recognise(cls, module: nn.Module) -> PlainModule:
@@ -30,4 +34,4 @@ class PlainModule(Owner):
         return self.name
 
     def roll(self) -> list[object]:
-        return roll_of(self.module)
+        return roll_of(self._tree)
