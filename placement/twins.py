@@ -2,9 +2,9 @@
 
 A tensor that moves leaves its old self behind: an alias of the memory that it pointed at. On its
 way back the tensor is pointed at that alias again. So a round trip ends with exactly the layout
-that it began with, and from its second time on lays out no tensor anew and pins no memory. On the device an
-alias is a shell: its memory is freed while the tensor is away. On the host it is a piece of a slab
-(``placement/slabs.py``).
+that it began with, and from its second time on lays out no tensor anew and pins no memory. On the
+device an alias is a shell: its memory is freed while the tensor is away. On the host it is a piece
+of a slab (``placement/slabs.py``).
 
 An alias is used again only for a tensor of the same layout, and only if nobody else looks into its
 memory: a state dict that was taken while the module was offloaded keeps what it had.
