@@ -4,8 +4,9 @@ Each function says which names it touches and the torch versions they were seen 
 release renames one, this is the file that changes. Nothing outside it (and ``placement/sim``, which
 is a torch backend) spells a name of torch's that begins with an underscore.
 
-All names below were seen in torch 2.13.0. ``_fsdp_param_group`` (one group a module) is what older
-releases have in the place of ``_fsdp_param_groups``; it is kept as a property in 2.13.
+All names below were seen in torch 2.9.1, 2.13.0 and 2.14.1, with one exception:
+``_fsdp_param_group`` (one group a module) is what 2.9.1 has in the place of ``_fsdp_param_groups``;
+it is kept as a property since.
 """
 
 from __future__ import annotations
