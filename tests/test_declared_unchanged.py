@@ -50,6 +50,7 @@ def begun() -> nn.Module:
         device = find_compute_device()
         with torch.no_grad():
             normed_loss(module, [x.to(device) for x in normed_batch(0)])
+        module.reshard()
     return module
 
 
