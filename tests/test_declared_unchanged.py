@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import adam, assert_equal, local, normed, normed_batch, normed_loss, sharded, values
+from models import (
+    SHARDS_ARE_MADE_ANEW,
+    adam,
+    assert_equal,
+    local,
+    normed,
+    normed_batch,
+    normed_loss,
+    sharded,
+    values,
+)
 from torch import nn
 
 from placement import (
@@ -16,13 +26,14 @@ from placement import (
     Placement,
     PlacementManager,
     Trace,
+    find_compute_device,
 )
 
 
 def asleep(
     *, shard: bool = True, trace: Trace | None = None, **options: object
 ) -> PlacementManager:
-    module = sharded(normed()) if shard else normed()
+    module = begun() if shard else normed()
     return PlacementManager(
         module,
         adam(module.parameters()),
@@ -30,6 +41,17 @@ def asleep(
         trace=trace,
         **options,  # type: ignore[arg-type]
     )
+
+
+def begun() -> nn.Module:
+    """A sharded module, past the pass in which its shards are other tensors than before it."""
+    module = sharded(normed())
+    if SHARDS_ARE_MADE_ANEW:
+        device = find_compute_device()
+        with torch.no_grad():
+            normed_loss(module, [x.to(device) for x in normed_batch(0)])
+        module.reshard()
+    return module
 
 
 def forward(manager: PlacementManager, number: int = 0) -> torch.Tensor:
@@ -173,11 +195,12 @@ def test_the_exception_of_the_body_is_the_one_that_propagates(one_rank: str) -> 
 
     with pytest.raises(ValueError, match="mine") as raised:
         evaluate()
-    assert any("declared unchanged" in note for note in raised.value.__notes__)
+    if hasattr(BaseException, "add_note"):  # Python 3.11
+        assert any("declared unchanged" in note for note in raised.value.__notes__)
 
 
 def test_frozen_layers_are_not_copied_back_from_a_training(one_rank: str, trace: Trace) -> None:
-    module = sharded(normed())
+    module = begun()
     module.first.requires_grad_(False)
     manager = PlacementManager(
         module,
