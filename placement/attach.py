@@ -144,9 +144,15 @@ class Attachment:
 
     def _mode(self, context: Context) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+            def mode(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+                found = own(*args, **kwargs)
+                if not isinstance(found, AbstractContextManager):
+                    raise _no_context(self._engine, own, found)
+                return entered(found)
+
             @contextmanager
-            def mode(*args: Any, **kwargs: Any) -> Iterator[Any]:
-                with context(), _Announced(own(*args, **kwargs), self._own_code) as value:
+            def entered(found: AbstractContextManager[Any]) -> Iterator[Any]:
+                with context(), _Announced(found, self._own_code) as value:
                     yield value
 
             return mode
@@ -187,6 +193,18 @@ class Attachment:
         finally:
             with self._own_code():
                 items.close()
+
+
+def _no_context(engine: object, method: Callable[..., Any], found: object) -> ContradictoryOptions:
+    name = getattr(method, "__name__", str(method))
+    return ContradictoryOptions(
+        asked=f"{type(engine).__name__}.{name}()",
+        state=f"it was attached as a mode, ran, and returned {type(found).__name__}, not a context",
+        why="what is done inside a mode is guarded; a method that trains or evaluates at once has "
+        "nothing that could be put into its context",
+        instead="attach with None in its place, and guard its body with manager.training() or "
+        "manager.evaluating()",
+    )
 
 
 class _Announced:

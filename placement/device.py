@@ -29,8 +29,8 @@ def find_compute_device(asked: torch.device | str | None = None) -> torch.device
             asked="placing on " + (str(asked) if asked is not None else "the accelerator"),
             state=f"torch.accelerator finds {found.type if found else 'no accelerator'}",
             why="a placement is between the CPU and a compute device, and this one is not there",
-            instead="run where the device is, or call placement.sim.enable() and use the "
-            "simulated accelerator (device 'sim')",
+            instead="run where the device is, or use the simulated accelerator (device 'sim'): "
+            "from placement import sim; sim.enable()",
         )
     return with_index(wanted)
 

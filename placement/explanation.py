@@ -73,7 +73,10 @@ class Explanation:
             where = ", ".join(f"{nbytes:,} bytes on {device}" for device, nbytes in devices.items())
             yield f"{kind.value:<10} {where or 'none'}"
         for trigger, why in self.legal.items():
-            yield f"{trigger.value + '()':<10} " + ("is legal" if why is None else f"no: {why}")
+            name = "staging" if trigger is Trigger.SAVE else f"{trigger.value}()"
+            yield f"{name:<10} " + ("is legal" if why is None else f"no: {why}")
+        if self.legal.get(Trigger.SAVE) is not None:
+            yield "saving()   works: shards are written from where they rest"
         for finding in self.findings:
             yield ""
             yield f"FOUND      {finding.what}"

@@ -148,7 +148,7 @@ class PlacementManager:
         stays: Iterable[str] = (),
         unchanged: Iterable[str] = (),
         trust: bool = False,
-        rest: Placement | None = None,
+        rest: Placement | str | None = None,
         on_drift: Literal["raise", "adopt"] = "raise",
         verify: Literal["boundaries", "always"] | None = None,
         deadline: float = 600.0,
@@ -194,7 +194,9 @@ class PlacementManager:
         self._pending: PendingMove | None = None
         self._place_what_the_owner_leaves_to_us()
         if rest is not None:
-            self._come_to_rest(rest)
+            known = tuple(placement.value for placement in Placement)
+            named = rest.value if isinstance(rest, Placement) else rest
+            self._come_to_rest(Placement(_one_of("rest", named, known)))
 
     # What is, and what may be done.
 
@@ -289,7 +291,8 @@ class PlacementManager:
             to: name of its method that moves by hand; it becomes :meth:`to`. It may be called as
                 ``to(device)``, or with ``model``, ``optimizer`` and ``grad`` as well.
             train, evaluate: names of its methods that return a context in which it trains or
-                evaluates.
+                evaluates (``with engine.train_mode(): ...``). A method that trains at once is not
+                attached, but guarded in its body by :meth:`training`.
             save, load: names of its methods that write and read a checkpoint. In them its state
                 dicts are where the model rests.
             export: names of its generator methods that yield weights. In them the weights are on
@@ -299,7 +302,8 @@ class PlacementManager:
             The attachment; its :meth:`~placement.attach.Attachment.detach` undoes it.
 
         Raises:
-            ContradictoryOptions: the engine has no method of a name.
+            ContradictoryOptions: the engine has no method of a name; also, when it is called, a
+                method for training or evaluating that returns no context.
             AlreadyManaged: a manager is attached to it.
         """
         return Attachment(
@@ -972,7 +976,7 @@ def _one_of(option: str, value: str, known: tuple[str, ...], source: str = "the 
         raise ContradictoryOptions(
             asked=f"{option}={value}",
             state=f"it comes from {source}",
-            why=f"only {' and '.join(known)} are known",
+            why=f"what is known is {', '.join(known)}",
             instead="choose one of them",
         )
     return value

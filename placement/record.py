@@ -141,7 +141,8 @@ class Record:
                     + (self.last_foreign or "something")
                     + " moved them without the manager",
                     tensors=[str(site) for site in strays],
-                    instead="move through manager.onload() and manager.offload() only",
+                    instead="put them back, or let the manager take over what it finds, with "
+                    "on_drift='adopt'; move through manager.onload() and manager.offload() only",
                 )
         if everyone is not None and self._known is not None:
             for component, placement in self.placements().items():

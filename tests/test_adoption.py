@@ -247,6 +247,8 @@ def test_a_policy_and_a_resting_place_that_exclude_each_other_are_refused(
     wanted = Placement.CPU_FSDP2_MANAGED if rest == "managed" else rest
     with pytest.raises(ContradictoryOptions, match="rest="):
         PlacementManager(module, rest=wanted)
+    with pytest.raises(ContradictoryOptions, match="rest="):
+        PlacementManager(module, rest=wanted.value)
     assert look(module) == before
 
 
@@ -336,3 +338,10 @@ def test_the_census_counts_what_the_allocator_counts(one_rank: str) -> None:
 
 def look_at_tensors(module: nn.Module) -> list[str]:
     return [f"{name} {p.device}" for name, p in module.named_parameters()]
+
+
+def test_where_to_rest_is_named_as_a_trace_names_it(one_rank: str) -> None:
+    manager = PlacementManager(normed().to(one_rank), rest="cpu_manual")
+    assert manager.placements[Component.PARAMS] is Placement.CPU_MANUAL
+    with pytest.raises(ContradictoryOptions, match="gpu, cpu_manual, cpu_fsdp2_managed"):
+        PlacementManager(normed().to(one_rank), rest="cpu")

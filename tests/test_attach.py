@@ -169,6 +169,15 @@ def test_a_method_that_the_engine_lacks_is_refused_and_nothing_is_wrapped(one_ra
     assert set(vars(engine)) == {"module", "seen"}
 
 
+def test_a_method_that_trains_at_once_is_no_mode(one_rank: str) -> None:
+    engine, manager = attached(sharded(normed()), evaluate="save_checkpoint", save=None)
+    with pytest.raises(ContradictoryOptions) as caught:
+        engine.save_checkpoint("there")
+    assert "Engine.save_checkpoint()" in str(caught.value)
+    assert "returned str, not a context" in str(caught.value)
+    manager.verify()
+
+
 def test_a_second_attachment_is_refused(one_rank: str) -> None:
     engine, manager = attached(sharded(normed()))
     with pytest.raises(AlreadyManaged, match="a manager is attached to it"):

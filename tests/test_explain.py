@@ -33,6 +33,8 @@ def test_a_managed_module_says_why_nothing_moves_it(one_rank: str) -> None:
     found = explain(sharded(normed(), policy()))
     assert found.placements[Component.PARAMS] is Placement.CPU_FSDP2_MANAGED
     assert all("CPUOffloadPolicy" in str(why) for why in found.legal.values())
+    assert "staging    no: " in str(found)
+    assert "saving()   works" in str(found)
     assert found.findings == ()
 
 

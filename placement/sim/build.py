@@ -18,6 +18,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ _SOURCES = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).parent
 _PARALLEL_JOBS = 2  # a job takes up to 1 GB of memory
 _OUTPUT_LINES_SHOWN = 30
+_NOTICE = "placement: building the simulated accelerator into {}, once; it takes minutes"
 
 _COMPILE_FLAGS = (
     "-std=c++20",  # what torch's own headers ask for
@@ -68,7 +70,7 @@ def cache_directory() -> Path:
 
 
 def load() -> ModuleType:
-    """Return the extension module, built first if the cache doesn't have it (about a minute).
+    """Return the extension module, built first if the cache doesn't have it (some minutes).
 
     Loading it registers nothing with torch.
 
@@ -105,6 +107,7 @@ def ensure_built() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_suffix(".lock")):
         if not target.exists():  # nobody built it while this process waited
+            print(_NOTICE.format(cache), file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as build:
                 built = _compile_and_link(Path(build))
                 os.replace(built, target)  # atomic: no process ever sees half a file
