@@ -43,20 +43,11 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     try:
-        free, _ = _memory_info(device)
+        free, _ = torch.accelerator.get_memory_info(device)
         allocated, reserved = torch_private.allocated_and_reserved_bytes(device)
     except (AttributeError, NotImplementedError, RuntimeError):
-        return None  # a backend without the query
-    return free + reserved - allocated
-
-
-def _memory_info(device: torch.device) -> tuple[int, int]:
-    """Free and total memory. torch 2.9 has no ``torch.accelerator.get_memory_info``; there the
-    device's own module is asked, as ``torch.cuda.mem_get_info``."""
-    if not hasattr(torch.accelerator, "get_memory_info"):
-        free, total = torch.get_device_module(device).mem_get_info(device)
-        return int(free), int(total)
-    return torch.accelerator.get_memory_info(device)
+        return None  # torch before 2.10, or a backend without the query
+    return int(free) + reserved - allocated
 
 
 def allocated_bytes(device: torch.device) -> int:

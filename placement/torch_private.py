@@ -4,9 +4,8 @@ Each function says which names it touches and the torch versions they were seen 
 release renames one, this is the file that changes. Nothing outside it (and ``placement/sim``, which
 is a torch backend) spells a name of torch's that begins with an underscore.
 
-All names below were seen in torch 2.9.1, 2.13.0 and 2.14.1, with one exception:
-``_fsdp_param_group`` (one group a module) is what 2.9.1 has in the place of ``_fsdp_param_groups``;
-it is kept as a property since.
+All names below were seen in torch 2.13.0. ``_fsdp_param_group`` (one group a module) is what older
+releases have in the place of ``_fsdp_param_groups``; it is kept as a property in 2.13.
 """
 
 from __future__ import annotations
@@ -658,23 +657,9 @@ def default_store() -> dist.Store:
 def faults_of_plan(metadata: Metadata) -> list[str]:
     """What is wrong with the chunks of a checkpoint's tensors: one that is out of bounds, two that
     overlap, a tensor that they do not fill (``default_planner._validate_global_plan``, which looks
-    whether they fill it if there is more than one plan).
-
-    In torch 2.13 it returns the faults; in 2.9 only whether there is none, so each tensor is asked
-    about alone, to name those that have one.
-    """
-
-    def validated(tensors: Mapping[str, Any]) -> Any:
-        return default_planner._validate_global_plan([SavePlan([])] * 2, Metadata({**tensors}))
-
-    found = validated(metadata.state_dict_metadata)
-    if not isinstance(found, bool):
-        return list(found)
-    return [
-        f"key:{name} has chunks that are out of bounds, overlap or do not fill it"
-        for name, tensor in metadata.state_dict_metadata.items()
-        if not found and not validated({name: tensor})
-    ]
+    whether they fill it if there is more than one plan)."""
+    faults: list[str] = default_planner._validate_global_plan([SavePlan([])] * 2, metadata)
+    return faults
 
 
 @dataclass(frozen=True)

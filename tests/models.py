@@ -36,12 +36,6 @@ def normed(hidden: int = 5, outputs: int = 3) -> Normed:
         return Normed(hidden, outputs)
 
 
-SHARDS_ARE_MADE_ANEW = torch.__version__ < (2, 13)
-"""Whether FSDP2 makes the padded shards of a module anew in its first forward pass and after each
-``load_state_dict``, though nothing has changed: ``FSDPParam.reset_sharded_param`` of torch 2.9.1
-does, that of 2.13.0 looks first whether they are the same."""
-
-
 def sharded(module: nn.Module, policy: OffloadPolicy | None = None) -> nn.Module:
     """``module`` sharded as one group over all ranks."""
     mesh = init_device_mesh(find_compute_device().type, (torch.distributed.get_world_size(),))

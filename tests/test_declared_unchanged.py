@@ -6,17 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import (
-    SHARDS_ARE_MADE_ANEW,
-    adam,
-    assert_equal,
-    local,
-    normed,
-    normed_batch,
-    normed_loss,
-    sharded,
-    values,
-)
+from models import adam, assert_equal, local, normed, normed_batch, normed_loss, sharded, values
 from torch import nn
 
 from placement import (
@@ -26,14 +16,13 @@ from placement import (
     Placement,
     PlacementManager,
     Trace,
-    find_compute_device,
 )
 
 
 def asleep(
     *, shard: bool = True, trace: Trace | None = None, **options: object
 ) -> PlacementManager:
-    module = begun() if shard else normed()
+    module = sharded(normed()) if shard else normed()
     return PlacementManager(
         module,
         adam(module.parameters()),
@@ -41,17 +30,6 @@ def asleep(
         trace=trace,
         **options,  # type: ignore[arg-type]
     )
-
-
-def begun() -> nn.Module:
-    """A sharded module, past the pass in which its shards are other tensors than before it."""
-    module = sharded(normed())
-    if SHARDS_ARE_MADE_ANEW:
-        device = find_compute_device()
-        with torch.no_grad():
-            normed_loss(module, [x.to(device) for x in normed_batch(0)])
-        module.reshard()
-    return module
 
 
 def forward(manager: PlacementManager, number: int = 0) -> torch.Tensor:
@@ -195,12 +173,11 @@ def test_the_exception_of_the_body_is_the_one_that_propagates(one_rank: str) -> 
 
     with pytest.raises(ValueError, match="mine") as raised:
         evaluate()
-    if hasattr(BaseException, "add_note"):  # Python 3.11
-        assert any("declared unchanged" in note for note in raised.value.__notes__)
+    assert any("declared unchanged" in note for note in raised.value.__notes__)
 
 
 def test_frozen_layers_are_not_copied_back_from_a_training(one_rank: str, trace: Trace) -> None:
-    module = begun()
+    module = sharded(normed())
     module.first.requires_grad_(False)
     manager = PlacementManager(
         module,

@@ -254,11 +254,8 @@ class Incoming:
         return self.buffers[key]
 
     def _read_own(self, key: str) -> torch.Tensor:
-        """A tensor that was read, to be kept: a copy of its bytes, since torch 2.9 has no
-        ``clone()`` for every dtype of safetensors'."""
-        buffer = self.buffers[key]
-        copied = buffer.reshape(-1).view(torch.uint8).clone()
-        return copied.view(buffer.dtype).reshape(buffer.shape)
+        """A tensor that was read, to be kept."""
+        return self.buffers[key].clone()
 
     def _read_state(self, key: str) -> torch.Tensor:
         """A tensor of the optimizer's state: the one that is there, with the values that were read,

@@ -16,8 +16,8 @@ memory that a CPU kernel's additional threads allocate isn't accounted to the de
 
 Importing this package builds nothing and changes nothing in torch.
 
-Torch-private names used here (seen in torch 2.9.1 and 2.13.0):
-``torch._C._get_privateuse1_backend_name``, ``torch._register_device_module``.
+Torch-private names used here (seen in torch 2.13.0): ``torch._C._get_privateuse1_backend_name``,
+``torch._register_device_module``.
 """
 
 from __future__ import annotations

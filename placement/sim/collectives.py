@@ -4,7 +4,7 @@
 is done by a gloo group of its own, on aliases of the device tensors; ``csrc/collectives.cpp`` says
 how.
 
-Torch-private names used here (seen in torch 2.9.1 and 2.13.0): ``dist.Backend._plugins``.
+Torch-private names used here (seen in torch 2.13.0): ``dist.Backend._plugins``.
 """
 
 from __future__ import annotations

@@ -17,12 +17,6 @@ def enabled_simulation(device_type: str) -> None:
         pytest.skip(f"tests of the simulated accelerator, and this run is on {device_type}")
 
 
-def empty_host_cache() -> None:
-    """Release the pinned memory that nobody uses. torch 2.9 has this as a private function only."""
-    public = getattr(torch.accelerator, "empty_host_cache", None)
-    (public or torch._C._host_emptyCache)()
-
-
 @pytest.fixture(autouse=True)
 def clean_devices(enabled_simulation: None) -> Iterator[None]:
     """Each test starts on device 0, with default capacities, nothing cached, nothing in flight,
@@ -31,7 +25,7 @@ def clean_devices(enabled_simulation: None) -> Iterator[None]:
     gc.collect()
     sim.set_delayed_copies(False)
     torch.sim.empty_cache()
-    empty_host_cache()
+    torch.accelerator.empty_host_cache()
     torch.sim.reset_peak_memory_stats(0)
     yield
     sim.set_delayed_copies(True)

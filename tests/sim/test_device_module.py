@@ -85,8 +85,7 @@ def test_memory_statistics_have_the_usual_names() -> None:
 
 
 def test_the_device_can_do_everything() -> None:
-    if hasattr(torch.accelerator, "get_device_capability"):  # not in torch 2.9
-        assert torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
+    assert torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
     assert torch.sim.is_bf16_supported()
     assert torch.bfloat16 in torch.sim.get_amp_supported_dtype()
 

@@ -132,8 +132,7 @@ def test_free_and_total_memory_are_reported() -> None:
     free, total = torch.sim.mem_get_info()
     assert total == 64 * MIB
     assert free == total - torch.sim.memory_reserved()
-    if hasattr(torch.accelerator, "get_memory_info"):  # not in torch 2.9
-        assert torch.accelerator.get_memory_info() == (free, total)
+    assert torch.accelerator.get_memory_info() == (free, total)
     assert torch.sim.get_device_properties().total_memory == total
     assert kept.numel() == MIB
 

@@ -237,9 +237,10 @@ class SimCcl final : public c10d::Backend {
     auto options = given;
     auto output_aliases = aliases_of(outputs);
     auto input_aliases = aliases_of(inputs);
-    return reduce_and_scale(OpType::COALESCED, options.reduceOp, outputs, output_aliases, [&] {
-      return gloo_->reduce_scatter_tensor_coalesced(output_aliases, input_aliases, options);
-    });
+    return reduce_and_scale(
+        OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.reduceOp, outputs, output_aliases, [&] {
+          return gloo_->reduce_scatter_tensor_coalesced(output_aliases, input_aliases, options);
+        });
   }
 
   WorkPtr alltoall_base(
@@ -317,8 +318,7 @@ class SimCcl final : public c10d::Backend {
     if (op == c10d::ReduceOp::AVG) {
       factor = 1.0 / getSize();
     } else if (op == c10d::ReduceOp::PREMUL_SUM) {
-      // The name in torch 2.9, an alias of PreMulSumSupplement in 2.13.
-      const auto* supplement = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+      const auto* supplement = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
       factor = supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
                                                    : supplement->double_factor;
     }

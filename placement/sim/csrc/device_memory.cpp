@@ -96,8 +96,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     device_pool(device).reset_peak_stats();
   }
 
-  // Overrides in torch 2.13; the base class of 2.9 does not have it.
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     return device_pool(device).free_and_total();
   }
 };

@@ -9,9 +9,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/op_registration/adaption.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -295,14 +293,6 @@ void register_fallback() {
       new torch::Library(torch::Library::IMPL, "aten", kDispatchKey, __FILE__, __LINE__);
   for (const char* name : {"convolution", "convolution_backward"}) {
     whole->impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-  }
-  // What an operator does about gradients that says nothing of them, as c10d's. Torch 2.13 has the
-  // same for this key as for CUDA's, 2.9 has nothing for this key, and such an operator fails.
-  constexpr auto autograd = c10::DispatchKey::AutogradPrivateUse1;
-  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(autograd)) {
-    static auto* silent =
-        new torch::Library(torch::Library::IMPL, "_", autograd, __FILE__, __LINE__);
-    silent->fallback(torch::autograd::basicAutogradNotImplementedFallback());
   }
 }
 

@@ -47,11 +47,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return device_count();
   }
 
-#if __has_include(<c10/core/DeviceCapability.h>) // in torch 2.13, not in 2.9
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
     return {}; // every dtype
   }
-#endif
 
   c10::Stream getStream(c10::Device device) const override {
     const auto index = with_index(device).index();
@@ -75,8 +73,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return make_stream(index, exchange_stream(index, stream.id()));
   }
 
-  // Overrides in torch 2.13; the base class of 2.9 does not have it.
-  void* getStreamNativeHandle(const c10::Stream stream) const {
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
     return reinterpret_cast<void*>(stream.id());
   }
 
@@ -134,9 +131,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 } // namespace
 
 void register_guard() {
-  // torch keeps the pointer for good. torch 2.13 has a function for this, registerDeviceGuard; the
-  // class is in 2.9, too.
-  const c10::impl::DeviceGuardImplRegistrar registered(kDeviceType, new Guard());
+  c10::impl::registerDeviceGuard(kDeviceType, new Guard()); // torch keeps the pointer for good
 }
 
 } // namespace sim

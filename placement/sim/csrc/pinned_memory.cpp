@@ -32,26 +32,6 @@ void release_pinned(void* context) {
   pool().release(block);
 }
 
-// A template, so that only the names that this torch has are looked up.
-template <typename HostStats>
-HostStats host_stats(const c10::CachingDeviceAllocator::DeviceStats& from) {
-  HostStats stats;
-  if constexpr (requires { stats.active_requests; }) { // torch 2.13
-    stats.active_requests = from.allocation[0];
-    stats.active_bytes = from.allocated_bytes[0];
-    stats.allocations = from.segment[0];
-    stats.allocated_bytes = from.reserved_bytes[0];
-  } else { // 2.9 has the names that the counts of device memory have
-    stats.allocation = from.allocation[0];
-    stats.allocated_bytes = from.allocated_bytes[0];
-    stats.segment = from.segment[0];
-    stats.reserved_bytes = from.reserved_bytes[0];
-  }
-  stats.num_host_alloc = from.num_device_alloc;
-  stats.num_host_free = from.num_device_free;
-  return stats;
-}
-
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -84,7 +64,15 @@ class PinnedAllocator final : public at::HostAllocator {
   }
 
   at::HostStats get_stats() override {
-    return host_stats<at::HostStats>(pool().stats());
+    const auto from = pool().stats();
+    at::HostStats stats;
+    stats.active_requests = from.allocation[0];
+    stats.active_bytes = from.allocated_bytes[0];
+    stats.allocations = from.segment[0];
+    stats.allocated_bytes = from.reserved_bytes[0];
+    stats.num_host_alloc = from.num_device_alloc;
+    stats.num_host_free = from.num_device_free;
+    return stats;
   }
 
   void reset_accumulated_stats() override {
