@@ -46,7 +46,7 @@ def free_bytes(device: torch.device) -> int | None:
         free, _ = torch.accelerator.get_memory_info(device)
         allocated, reserved = torch_private.allocated_and_reserved_bytes(device)
     except (AttributeError, NotImplementedError, RuntimeError):
-        return None  # torch before 2.10, or a backend without the query
+        return None  # a backend without the query
     return int(free) + reserved - allocated
 
 
