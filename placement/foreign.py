@@ -97,19 +97,20 @@ def _forget_the_dead() -> None:
 
 
 def _apply(self: nn.Module, fn: Convert, *args: Any, **kwargs: Any) -> Any:
-    assert _found_apply is not None
+    # The last watcher may be collected while this runs, or just before, which uninstalls it.
+    found_apply = _found_apply if _found_apply is not None else module_apply()
     # A parent's _apply calls its children's: the outermost call is the one that somebody made.
     if getattr(_depth, "inside", False):
-        return _found_apply(self, fn, *args, **kwargs)
+        return found_apply(self, fn, *args, **kwargs)
     watchers = {id(w): w for m in self.modules() if (w := _watcher_of(m)) is not None}
     if not watchers:
-        return _found_apply(self, fn, *args, **kwargs)
+        return found_apply(self, fn, *args, **kwargs)
     call = f"{_caller()}()"
     for watcher in watchers.values():
         watcher.before_conversion(call, fn)
     _depth.inside = True
     try:
-        return _found_apply(self, fn, *args, **kwargs)
+        return found_apply(self, fn, *args, **kwargs)
     finally:
         _depth.inside = False
         for watcher in watchers.values():

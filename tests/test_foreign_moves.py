@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -228,6 +228,30 @@ def wrapper_lives_as_long_as_managers() -> None:
 
 def test_the_wrapper_is_there_only_while_a_manager_lives(two_ranks: Ranks) -> None:
     two_ranks.run(wrapper_lives_as_long_as_managers)  # in a process without other managers
+
+
+class Collecting(nn.Linear):
+    """Collects garbage in the middle of a conversion, as Python may at any moment."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        gc.collect()
+        return super().modules()
+
+
+def test_the_last_manager_may_be_collected_in_the_middle_of_a_move(one_rank: str) -> None:
+    gc.collect()
+    found = nn.Module._apply
+    gc.disable()
+    try:
+        cycle: list[object] = [PlacementManager(normed().to(one_rank))]
+        cycle.append(cycle)
+        assert nn.Module._apply is not found
+        del cycle
+        moved = Collecting(2, 2).to(one_rank)
+    finally:
+        gc.enable()
+    assert nn.Module._apply is found
+    assert moved.weight.device.type == one_rank
 
 
 def test_a_detached_manager_refuses_and_lets_go(one_rank: str, trace: Trace) -> None:
