@@ -991,5 +991,4 @@ def _verify(asked: str | None) -> str:
 def _tell(failure: BaseException, restoring: Exception) -> None:
     """Add to an exception on its way that the placement found could not be restored."""
     _LOG.error("the placement found could not be restored: %s", one_line(restoring))
-    if hasattr(failure, "add_note"):  # Python 3.11
-        failure.add_note(f"The placement found could not be restored: {restoring}")
+    failure.add_note(f"The placement found could not be restored: {restoring}")

@@ -12,9 +12,7 @@ that dropped gradients are not kept alive.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -188,12 +186,6 @@ class Journey:
             zip(self.wrappers, self.route.likes_there, strict=True),
         )
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.moved.seconds += time.monotonic() - started
-
 
 class Retracing:
     """Components that go back the way they came. Used as a
@@ -208,7 +200,7 @@ class Retracing:
         if (journey := self._journeys.get(component)) is None:
             return False
         route, leaves = journey.route, journey.leaves
-        with torch.no_grad(), journey.timed():
+        with torch.no_grad(), journey.moved.timed():
             if route.there.type == "cpu":
                 journey.moved.to_host = sum(route.sizes)
             else:
@@ -227,7 +219,7 @@ class Retracing:
         """Wait for the copies of ``component``; whether there were any."""
         if (journey := self._journeys.get(component)) is None:
             return False
-        with journey.timed():
+        with journey.moved.timed():
             for copy in journey.copies:
                 copy.synchronize()
         return True
@@ -237,7 +229,7 @@ class Retracing:
         if (journey := self._journeys.get(component)) is None:
             return
         journey.committed = True
-        with torch.no_grad(), journey.timed():
+        with torch.no_grad(), journey.moved.timed():
             for tensor, other in journey.swaps():
                 tensor.data = other
 

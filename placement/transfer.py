@@ -70,6 +70,13 @@ class Moved:
     still_held: dict[int, tuple[str, int]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds that the block takes."""
+        started = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - started
+
 
 class Move(NamedTuple):
     """One tensor's move.
@@ -161,12 +168,6 @@ class Part:
             copy.synchronize()
         return bool(self.copies)
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.moved.seconds += time.monotonic() - started
-
 
 class Transfer:
     """A move of tensors, planned from a census. A context: what was staged in it and not committed
@@ -252,7 +253,7 @@ class Transfer:
             Whether a copy was begun: what has not changed needs none.
         """
         part = self._parts.setdefault(component, Part(self._twins[component]))
-        with torch.no_grad(), part.timed():
+        with torch.no_grad(), part.moved.timed():
             self._compare(part)
             part.twins.keep_only({id(t) for storage in part.storages for t in storage.tensors})
             for bucket in buckets([storage.nbytes for storage in part.storages]):
@@ -359,7 +360,7 @@ class Transfer:
             Whether there were any.
         """
         part = self._parts[component]
-        with part.timed():
+        with part.moved.timed():
             return part.wait()
 
     def _rehearse(self, wrapper: _Wrapper) -> None:
@@ -384,7 +385,7 @@ class Transfer:
         """
         part = self._parts[component]
         part.committed = True
-        with torch.no_grad(), part.timed():
+        with torch.no_grad(), part.moved.timed():
             for tensor, twin in part.swaps():
                 # Keeps the Python object and the C++ tensor, so weak references, autograd's
                 # accumulators and optimizer keys hold (torch.utils.swap_tensors would refuse some).

@@ -69,7 +69,7 @@ _enabled = False
 def enable(devices: int = 8) -> None:
     """Give this process the device type ``sim``, for good. Calling it again changes nothing.
 
-    The first call on a machine builds the C++ extension, which takes two to four minutes.
+    The first call on a machine builds the C++ extension, which takes minutes.
 
     Args:
         devices: how many devices to simulate, 1 to 16. They share nothing but the host's memory.
