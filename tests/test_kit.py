@@ -97,6 +97,16 @@ def test_a_round_trip_that_changes_something_is_caught(
         change(module)
 
 
+def test_a_change_of_many_tensors_is_told_of_some_and_counted(one_rank: str) -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    with pytest.raises(AssertionError) as caught, assert_round_trip(module):
+        module.to(one_rank)
+    _, *lines = str(caught.value).splitlines()
+    assert lines[0].startswith("  param 0.weight: device was cpu, is ")
+    assert lines[8].startswith("  ... and 4 more: device was cpu, is ")
+    assert len(lines) == 9
+
+
 def test_a_lost_optimizer_entry_is_caught(one_rank: str) -> None:
     module = normed().to(one_rank)
     optimizer = adam(module.parameters())

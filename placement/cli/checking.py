@@ -1,4 +1,5 @@
-"""``placement check``: replays traces against the rules, and tells of the first violation."""
+"""``placement check``: replays traces against the rules, and tells of the violation that is most
+likely the cause of the others."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def told(checked: Checked, traces: Traces, width: int | None) -> Iterator[str]:
     yield from _neighbourhood(entry, traces, Rows(checked.start, width))
     if findings.count > 1:
         yield f"\n{findings.count - 1} further violation{'' if findings.count == 2 else 's'}:\n"
-        for rule, (count, violation) in findings.by_rule.items():
+        by_place = sorted(findings.by_rule.items(), key=lambda found: found[1][1].place)
+        for rule, (count, violation) in by_place:
             yield from _further(rule, count, violation, first)
     yield f"\n{checked.summary}, {findings.count} violation{'' if findings.count == 1 else 's'}\n"
 

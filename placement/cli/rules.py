@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
 from itertools import takewhile
 from typing import ClassVar
@@ -33,6 +34,16 @@ from placement.states import TABLE, Component, Illegal, Placement, Row, Trigger
 from placement.trace import RECOVERY, Event, EventKind, Outcome
 
 
+class Sort(IntEnum):
+    """How likely a violation is no fault of its own, but what another one led to."""
+
+    FAULT = 0
+    APART = 1
+    """The ranks went apart: one of them had a fault, perhaps."""
+    STOPPED = 2
+    """A process stopped: it had a fault, or waited for a rank that had."""
+
+
 @dataclass(frozen=True)
 class Violation:
     """One place where a trace breaks a rule.
@@ -42,12 +53,19 @@ class Violation:
         entry: the event to blame; its call site is the place in the engine to look at.
         message: what is wrong with it.
         elsewhere: other call sites that took part, as ``who: file:line``.
+        sort: what kind of violation it is.
     """
 
     rule: str
     entry: Entry
     message: str
     elsewhere: tuple[str, ...] = ()
+    sort: Sort = Sort.FAULT
+
+    @property
+    def place(self) -> tuple[Sort, float]:
+        """Its place among others: causes before what they may have led to, then by time."""
+        return self.sort, self.entry.event.wall
 
 
 @dataclass
@@ -55,7 +73,7 @@ class Findings:
     """What was found in a trace, without keeping more of it than is told.
 
     Attributes:
-        first: the violation with the earliest event.
+        first: the violation to look at first.
         by_rule: for each rule, how often it was broken, and where first.
         notes: what could not be judged, and why.
     """
@@ -67,8 +85,8 @@ class Findings:
     def add(self, violation: Violation) -> None:
         """Take a violation."""
         count, first = self.by_rule.get(violation.rule, (0, violation))
-        self.by_rule[violation.rule] = count + 1, min(first, violation, key=_when)
-        self.first = violation if self.first is None else min(self.first, violation, key=_when)
+        self.by_rule[violation.rule] = count + 1, min(first, violation, key=_place)
+        self.first = violation if self.first is None else min(self.first, violation, key=_place)
 
     @property
     def count(self) -> int:
@@ -76,8 +94,8 @@ class Findings:
         return sum(count for count, _ in self.by_rule.values())
 
 
-def _when(violation: Violation) -> float:
-    return violation.entry.event.wall
+def _place(violation: Violation) -> tuple[Sort, float]:
+    return violation.place
 
 
 class Rule(ABC):
@@ -107,10 +125,16 @@ class Rule(ABC):
         """Judge what the trace ends with."""
 
     def report(
-        self, entry: Entry, message: str, *, title: str = "", elsewhere: tuple[str, ...] = ()
+        self,
+        entry: Entry,
+        message: str,
+        *,
+        title: str = "",
+        elsewhere: tuple[str, ...] = (),
+        sort: Sort = Sort.FAULT,
     ) -> None:
         """Report a violation, under another title than the rule's if need be."""
-        self.findings.add(Violation(title or self.title, entry, message, elsewhere))
+        self.findings.add(Violation(title or self.title, entry, message, elsewhere, sort))
 
 
 class Numbers(Rule):
@@ -311,6 +335,7 @@ class LeasesEnd(Rule):
                     f"the trace ends inside this context for {entry.event.name} (lease "
                     f"{entry.event.lease}): the process was killed in it, or never left it",
                     title="the trace ends inside a context",
+                    sort=Sort.STOPPED,
                 )
             else:
                 self.report(
@@ -481,7 +506,7 @@ class RanksInStep(Rule):
                     break
         for (nth, module, sort), (entry, message, sites) in self._differences.items():
             if sort == self._OPERATION or (nth, module, self._OPERATION) not in self._differences:
-                self.report(entry, message, elsewhere=sites)
+                self.report(entry, message, elsewhere=sites, sort=Sort.APART)
 
 
 class _Sequence:

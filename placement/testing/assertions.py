@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,12 +63,15 @@ def assert_round_trip(
     before = _facts(_census(module, optimizer))
     yield
     after = _facts(_census(module, optimizer))
-    changes = [f"{name}: is gone" for name in before.keys() - after.keys()]
-    changes += [f"{name}: is new" for name in after.keys() - before.keys()]
-    for name in before.keys() & after.keys():
-        changes += [f"{name}: {change}" for change in before[name].changes(after[name])]
-    if changes:
-        raise AssertionError("the round trip changed\n" + _listed(sorted(changes)))
+    changed: dict[str, list[str]] = {
+        "is gone": [name for name in before if name not in after],
+        "is new": [name for name in after if name not in before],
+    }
+    for name, was in before.items():
+        for change in was.changes(after[name]) if name in after else ():
+            changed.setdefault(change, []).append(name)
+    if any(changed.values()):
+        raise AssertionError("the round trip changed\n" + _listed(_by_change(changed)))
 
 
 def assert_trace(events: Trace | Sequence[Event], expected: Sequence[str]) -> None:
@@ -215,6 +218,17 @@ def _facts(census: Census) -> dict[str, _Facts]:
             [part.detach().cpu().clone() for part in held],
         )
     return facts
+
+
+_SHOWN = 8
+"""How many tensors with the same change are named."""
+
+
+def _by_change(changed: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for change, names in changed.items():
+        yield from (f"{name}: {change}" for name in names[:_SHOWN])
+        if (hidden := len(names) - _SHOWN) > 0:
+            yield f"... and {hidden} more: {change}"
 
 
 def _same_bits(was: torch.Tensor, now: torch.Tensor) -> bool:

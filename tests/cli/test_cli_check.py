@@ -12,7 +12,7 @@ from recorded_job import GPU, MANAGED, MANUAL, OPTIMIZER, Job, Recorder
 from placement.cli import checking, rules
 from placement.cli.reading import Entry, Traces
 from placement.states import TABLE, Illegal, Operation, Trigger
-from placement.trace import Event, EventKind, Outcome
+from placement.trace import Event, EventKind, Outcome, Trace
 
 PLANTED = "engine/planted.py:42"
 TRAIN, EVALUATE, SAVE = Operation.TRAIN, Operation.EVALUATE, Operation.SAVE
@@ -204,6 +204,23 @@ def test_first_violation_by_time_comes_with_its_neighbourhood(
     assert "1 x an illegal trigger" in further
 
 
+def test_cause_comes_before_what_it_led_to(tmp_path: Path, job: Job, placement: Callable) -> None:
+    """Rank 1 moved the model by hand and died of it in its second step, while rank 0 had begun it
+    and waited: that is where a trace stops first."""
+    for number in (0, 1):
+        job.rank(number).trace = Trace(directory=tmp_path)
+        job.rank(number).train()
+    job.rank(0).enter(TRAIN, MANUAL, at="engine/waiting.py:1")
+    dying = job.rank(1)
+    dying.enter(TRAIN, MANUAL, at="engine/dying.py:1")
+    dying.event(EventKind.FOREIGN, "cuda()", "cpu_manual", "cpu_manual", call_site=PLANTED)
+    dying.refuse("train", MANUAL, "PlacementDrift: train refused", at=PLANTED)
+    told, further = placement("check", tmp_path).output.split("further violation")
+    assert "violation: moved past the manager" in told
+    assert f"  at {PLANTED}\n" in told
+    assert "x the trace ends inside a context, first at engine/waiting.py:1" in further
+
+
 def test_number_of_further_violations(job: Job, placement: Callable) -> None:
     rank = job.rank(0)
     for _ in range(5):
@@ -309,8 +326,6 @@ def test_trace_that_a_kill_ended_is_no_leak(job: Job, placement: Callable, tmp_p
 def test_stream_may_end_anywhere(
     tmp_path: Path, placement: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from placement.trace import Trace
-
     rank = Recorder(Trace(directory=tmp_path))
     rank.enter(TRAIN, GPU, at=PLANTED)
     result = placement("check", tmp_path)
