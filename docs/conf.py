@@ -31,6 +31,8 @@ highlight_language = "python"
 html_theme = "furo"
 html_title = f"torch-placement {release}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["pictures.css"]
 
 
 def _write_what_the_code_says(app: Sphinx) -> None:

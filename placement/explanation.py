@@ -75,8 +75,8 @@ class Explanation:
         for trigger, why in self.legal.items():
             name = "staging" if trigger is Trigger.SAVE else f"{trigger.value}()"
             yield f"{name:<10} " + ("is legal" if why is None else f"no: {why}")
-        if self.legal.get(Trigger.SAVE) is not None:
-            yield "saving()   works: shards are written from where they rest"
+            if trigger is Trigger.SAVE and (instead := self._instead_of_staging()) is not None:
+                yield f"{'':<10} instead: {instead}"
         for finding in self.findings:
             yield ""
             yield f"FOUND      {finding.what}"
@@ -88,6 +88,12 @@ class Explanation:
             yield f"  remedy   {finding.remedy}"
         if not self.findings:
             yield "Nothing is amiss."
+
+
+    def _instead_of_staging(self) -> str | None:
+        placement = self.placements.get(Component.PARAMS)
+        row = TABLE[placement, Trigger.SAVE] if placement is not None else None
+        return row.instead if isinstance(row, Illegal) else None
 
 
 def explain(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Explanation:

@@ -298,6 +298,14 @@ def test_wrapping_after_adoption_is_noticed(one_rank: str) -> None:
         manager.offload()
 
 
+def test_a_policy_that_comes_after_adoption_is_named(one_rank: str) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    sharded(module, policy())
+    with pytest.raises(OwnershipChanged, match="is FSDP2 with CPUOffloadPolicy now"):
+        manager.offload()
+
+
 def test_another_policy_after_adoption_is_noticed(one_rank: str) -> None:
     module = normed().to(one_rank)
     mesh = init_device_mesh(one_rank, (1,))

@@ -34,7 +34,7 @@ def test_a_managed_module_says_why_nothing_moves_it(one_rank: str) -> None:
     assert found.placements[Component.PARAMS] is Placement.CPU_FSDP2_MANAGED
     assert all("CPUOffloadPolicy" in str(why) for why in found.legal.values())
     assert "staging    no: " in str(found)
-    assert "saving()   works" in str(found)
+    assert "instead: use manager.saving()" in str(found)
     assert found.findings == ()
 
 

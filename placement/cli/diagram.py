@@ -94,8 +94,9 @@ def draw(table: Machine = TABLE) -> Any:
     Raises:
         TraceError: matplotlib is not there.
     """
-    width, height = _APART * len(Placement), 3.2
-    figure, axes = plotting.figure(width, height)
+    left, right = -_MARGIN, _APART * (len(Placement) - 1) + _MARGIN
+    bottom, top = -1.1, 1.15
+    figure, axes = plotting.figure(right - left, top - bottom)
     where = {placement: _APART * index for index, placement in enumerate(Placement)}
     for placement, x in where.items():
         refused = ", ".join(trigger.value for trigger in _refused(table, placement))
@@ -121,8 +122,8 @@ def draw(table: Machine = TABLE) -> Any:
         else:
             _draw_arrow(axes, where[source], where[dest], names)
     # One unit is one inch, so that what is placed around the fixed size of a text fits.
-    axes.set_xlim(-_APART / 2, width - _APART / 2)
-    axes.set_ylim(-height / 2, height / 2)
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
     axes.set_axis_off()
     return figure
 
@@ -139,6 +140,9 @@ def _arrows(table: Machine) -> dict[tuple[Placement, Placement], str]:
 
 _APART = 3.0
 """Inches from one placement to the next."""
+
+_MARGIN = 1.25
+"""Inches from the middle of the outermost placements to the edge."""
 
 _BEND = 0.3
 """How far an arrow leaves the straight line, as part of its length."""

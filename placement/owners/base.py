@@ -27,8 +27,8 @@ Resting = torch.Tensor | FlatPiece
 class Owner(abc.ABC):
     """The owner of one module's placement, as read from the module itself."""
 
-    name: ClassVar[str]
-    """What errors and traces call this kind."""
+    name: str
+    """What errors and explanations call this owner."""
 
     stages: ClassVar[Mapping[Operation, frozenset[Component]]] = {}
     """What this kind needs on the compute device for an operation beyond what any module does

@@ -40,10 +40,9 @@ _PART_REDUCED = " (its group, part reduced)"
 class FSDP2Module(Owner):
     """A module with at least one ``fully_shard`` group in it."""
 
-    name = "FSDP2"
-
     def __init__(self, module: nn.Module, groups: list[ShardGroup], managed: bool) -> None:
         super().__init__(module)
+        self.name = "FSDP2 with CPUOffloadPolicy" if managed else "FSDP2"
         self._tree = ModuleTree(module)
         self._groups = groups
         self._managed = managed
