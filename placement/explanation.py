@@ -89,7 +89,6 @@ class Explanation:
         if not self.findings:
             yield "Nothing is amiss."
 
-
     def _instead_of_staging(self) -> str | None:
         placement = self.placements.get(Component.PARAMS)
         row = TABLE[placement, Trigger.SAVE] if placement is not None else None

@@ -187,6 +187,7 @@ class PlacementManager:
             ) from None
         self._use_guard = UseGuard(self._record, self._journal)
         self._claim.stake()
+        self._record.owner.adopted()
         self._verify_always = _verify(verify) == "always"
         self._adopt_on_drift = _one_of("on_drift", on_drift, ("raise", "adopt")) == "adopt"
         self._agreement = Agreement(deadline)

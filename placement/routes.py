@@ -12,6 +12,7 @@ that dropped gradients are not kept alive.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,6 +26,7 @@ from placement.torch_private import (
     addresses_of,
     holders_at,
     is_dtensor,
+    plain_attributes,
     storage_address,
 )
 from placement.transfer import Lane, Moved, Part, buckets, covers
@@ -48,6 +50,9 @@ class Route:
         aliased: for each leaf, the index of its alias.
         aliases: what the leaves point at on the other side.
         originals: for each alias, a leaf that it is for.
+        own: on the host, what the leaves point at themselves, by alias: kept from one time to the
+            next, as the memory is. Empty if none was made yet, and on the device, where
+            an alias would keep the memory of a tensor that somebody drops.
         wholes: for each storage, a leaf that looks into all of it.
         fragments: leaves that look into a part of theirs only, with their offsets in elements. Of
             the others, their looks say that it is 0.
@@ -68,6 +73,7 @@ class Route:
     aliased: list[int]
     aliases: list[torch.Tensor]
     originals: list[int]
+    own: list[torch.Tensor]
     wholes: list[int]
     fragments: dict[int, int]
     names: list[str]
@@ -80,6 +86,13 @@ class Route:
     wrapping: list[int]
     likes_here: list[torch.Tensor]
     likes_there: list[torch.Tensor]
+
+    @property
+    def holder_counts(self) -> list[int]:
+        """Of each storage, how many look into it if nobody else does."""
+        if not self.own:
+            return self.leaf_counts
+        return list(map(operator.add, self.leaf_counts, self.alias_counts))
 
     @property
     def others(self) -> list[torch.Tensor]:
@@ -150,6 +163,7 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         aliased=aliased,
         aliases=aliases,
         originals=originals,
+        own=[],
         wholes=wholes,
         fragments=fragments,
         names=[storage.name for storage in part.storages],
@@ -207,7 +221,7 @@ class Retracing:
                 journey.moved.to_device = sum(route.sizes)
                 for storage, size in zip(route.storages, route.sizes, strict=True):
                     storage.resize_(size)
-            journey.before = [leaves[original].data for original in route.originals]
+            journey.before = route.own or [leaves[original].data for original in route.originals]
             sources = [leaves[whole] for whole in route.wholes]
             targets = [route.aliases[route.aliased[whole]] for whole in route.wholes]
             for bucket in buckets(route.sizes):
@@ -229,7 +243,7 @@ class Retracing:
         if (journey := self._journeys.get(component)) is None:
             return
         journey.committed = True
-        with torch.no_grad(), journey.moved.timed():
+        with torch.no_grad(), plain_attributes(), journey.moved.timed():
             for tensor, other in journey.swaps():
                 tensor.data = other
 
@@ -239,7 +253,8 @@ class Retracing:
             return Moved()
         route, moved = journey.route, journey.moved
         route.addresses, route.their_addresses = route.their_addresses, route.addresses
-        route.aliases, route.storages = journey.before, journey.here
+        own = route.aliases if route.there.type == "cpu" else []
+        route.aliases, route.own, route.storages = journey.before, own, journey.here
         if route.here.type != "cpu":
             left = route.their_addresses
             for number, holders in enumerate(holders_at(left)):
@@ -249,7 +264,8 @@ class Retracing:
                     moved.still_held[left[number]] = route.names[number], route.sizes[number]
         if moved.still_held:  # let go of it, and with it of the route
             route.known = None
-            route.aliases, route.storages, route.identities, route.aliased = [], [], [], []
+            route.aliases, route.own, route.storages = [], [], []
+            route.identities, route.aliased = [], []
         route.here, route.there = route.there, route.here
         route.likes_here, route.likes_there = route.likes_there, route.likes_here
         journey.leaves, journey.wrappers, journey.before = [], [], []
@@ -300,7 +316,7 @@ def _set_out(route: Route, everyone: Sequence[Any]) -> Journey | None:
         return None
     if any(leaves[index].storage_offset() != offset for index, offset in route.fragments.items()):
         return None
-    if holders_at(route.addresses) != route.leaf_counts:
+    if holders_at(route.addresses) != route.holder_counts:
         return None
     if holders_at(route.their_addresses) != route.alias_counts:
         return None

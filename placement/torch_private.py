@@ -10,12 +10,12 @@ releases have in the place of ``_fsdp_param_groups``; it is kept as a property i
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -65,11 +65,13 @@ __all__ = [
     "negated_view",
     "offset_in_whole",
     "persistent_buffers",
+    "plain_attributes",
     "rewrap",
     "roll_of",
     "scaler_tensors",
     "set_module_apply",
     "shard_groups",
+    "shed_hidden_bases",
     "storage_address",
     "storage_holders",
     "takes_step_hooks",
@@ -219,6 +221,32 @@ def holders_at(addresses: Sequence[int]) -> list[int]:
 def local_tensors(dtensors: Sequence[Any]) -> list[torch.Tensor]:
     """:func:`local_tensor` for each."""
     return [dtensor._local_tensor for dtensor in dtensors]
+
+
+def shed_hidden_bases(groups: Sequence[ShardGroup]) -> None:
+    """Make FSDP2's padded shards views of nothing.
+
+    ``FSDPParam._init_sharded_param`` leaves each a view of a tensor that only autograd holds, with
+    the same bytes: one more tensor a parameter that would have to be looked at and moved each time.
+    The shard stays the same object and looks into the same bytes
+    (:func:`torch.utils.swap_tensors`).
+    """
+    with torch.no_grad():
+        for group in groups:
+            for state in group.state.fsdp_params:
+                padded = state._sharded_param_data
+                base = padded._base
+                if base is None or base is local_tensor(state.sharded_param):
+                    continue
+                plain = torch.empty(0, dtype=padded.dtype, device=padded.device)
+                plain.set_(
+                    padded.untyped_storage(),
+                    padded.storage_offset(),
+                    padded.size(),
+                    padded.stride(),
+                )
+                with contextlib.suppress(RuntimeError):  # held by somebody else, too: let it be
+                    torch.utils.swap_tensors(padded, plain)
 
 
 def view_bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -387,7 +415,8 @@ def roll_of(tree: ModuleTree) -> list[object]:
     parameters = [one for module in modules for one in module._parameters.values()]
     roll: list[object] = [*dict.fromkeys(map(type, modules)), *parameters]
     roll += [one for module in modules if module._buffers for one in module._buffers.values()]
-    roll += _if_any([None if parameter is None else parameter.grad for parameter in parameters])
+    with plain_attributes():
+        roll += _if_any([None if parameter is None else parameter.grad for parameter in parameters])
     registered = set(map(id, parameters))
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -397,17 +426,15 @@ def roll_of(tree: ModuleTree) -> list[object]:
     return roll
 
 
-_SHARD = attrgetter("sharded_param", "_sharded_param_data", "unsharded_accumulated_grad")
-
-
 def _shards_on_roll(states: Sequence[Any], registered: set[int]) -> list[object]:
-    sharded, padded, waiting = zip(*map(_SHARD, states), strict=True)
-    roll = list(padded)
+    of_each = list(map(vars, states))  # looking up four attributes takes twice as long
+    sharded = [of_one["sharded_param"] for of_one in of_each]
+    roll = [of_one["_sharded_param_data"] for of_one in of_each]
     if not registered.issuperset(map(id, sharded)):  # while they are gathered
         roll += sharded
         roll += [one.grad for one in sharded]
-    roll += _if_any(waiting)
-    gathered = [getattr(state, "_unsharded_param", None) for state in states]
+    roll += _if_any([of_one["unsharded_accumulated_grad"] for of_one in of_each])
+    gathered = [of_one.get("_unsharded_param") for of_one in of_each]
     return roll + _if_any([None if whole is None else whole.grad for whole in gathered])
 
 
@@ -454,6 +481,15 @@ def initialised_roots(module: nn.Module) -> list[FSDPModule]:
         for submodule in module.modules()
         if isinstance(submodule, FSDPModule) and submodule._get_fsdp_state()._is_root
     ]
+
+
+@contextlib.contextmanager
+def plain_attributes() -> Iterator[None]:
+    """Attributes of tensors without asking their class for ``__torch_function__`` first, which
+    takes as long as getting one (``torch._C.DisableTorchFunctionSubclass``). For classes that have
+    none, as DTensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
 
 
 def drop_reducer(wrapper: DistributedDataParallel) -> None:
@@ -697,8 +733,17 @@ def communicators() -> list[Communicator]:
     found: list[Communicator] = []
     for group in list(distributed_c10d._world.pg_map):
         backends = [group._get_backend(device) for device in group._device_types]
-        options = [getattr(backend, "options", None) for backend in backends]
-        timeouts = [option._timeout if option is not None else None for option in options]
+        timeouts = [_timeout_of(backend) for backend in backends]
         usual = next((t for t in timeouts if t is not None), dist.constants.default_pg_timeout)
         found += [Communicator(b, t or usual) for b, t in zip(backends, timeouts, strict=True)]
     return found
+
+
+def _timeout_of(backend: Any) -> timedelta | None:
+    """None if the backend does not tell its options: before torch 2.14 it has no such attribute
+    then, from there on it raises."""
+    try:
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout

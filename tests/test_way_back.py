@@ -12,6 +12,7 @@ from models import Normed, adam, local, normed, normed_batch, normed_loss, shard
 from torch import nn
 
 from placement import Component, PlacementManager, mover
+from placement.torch_private import shard_groups
 from placement.transfer import Transfer
 from placement.undisturbed import undisturbed
 
@@ -196,6 +197,31 @@ def test_whoever_keeps_what_lay_on_the_host_keeps_its_values(
     manager.offload()
     assert torch.equal(kept, value)
     assert not torch.equal(local(module.first.weight), value)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_nothing_hidden_travels_with_a_padded_shard(one_rank: str, watched: bool) -> None:
+    """FSDP2 makes padded shards as views of tensors that nobody else has."""
+    gc.collect()
+    of_others = torch.accelerator.memory_allocated()
+    module = sharded(normed().to(one_rank))
+    (weight,) = (s for s in shard_groups(module)[0].parameters if s.parameter.shape == (5, 6))
+    padded = weight.padded_shard
+    assert padded._base is not None
+    watch = weakref.ref(padded) if watched else None  # torch swaps nothing under a weak reference
+    values = padded.cpu()
+    before = torch.accelerator.memory_allocated()
+    manager = PlacementManager(module)
+    assert (padded._base is None) is not watched
+    assert weight.padded_shard is padded
+    for _ in range(3):
+        manager.offload()
+        assert torch.accelerator.memory_allocated() == of_others
+        assert torch.equal(padded, values)
+        manager.onload()
+        assert torch.accelerator.memory_allocated() == before
+        assert torch.equal(padded.cpu(), values)
+    assert watch is None or watch() is padded
 
 
 def test_training_in_between_does_not_lose_the_way(one_rank: str, planned: list[str]) -> None:

@@ -110,6 +110,9 @@ class Owner(abc.ABC):
         Gradients that were being reduced are lost with the pass.
         """
 
+    def adopted(self) -> None:  # noqa: B027  (most kinds need nothing)
+        """Take away what would only make moves longer. Called once, by a module's manager."""
+
     def moved(self, placement: Placement) -> None:  # noqa: B027  (most kinds need nothing)
         """Repair what torch ties to a device. Called after the model came to ``placement``."""
 

@@ -30,6 +30,7 @@ from placement.torch_private import (
     initialised_roots,
     roll_of,
     shard_groups,
+    shed_hidden_bases,
 )
 
 _CPU = torch.device("cpu")
@@ -165,6 +166,10 @@ class FSDP2Module(Owner):
         # optimizer step every pass would compute with what was gathered before it.
         if all(group.busy is None for group in self._groups):
             self._reshard()
+
+    def adopted(self) -> None:
+        if not self._managed:
+            shed_hidden_bases(self._groups)
 
     def settle(self) -> None:
         refuse_while_busy(self.name, (group.busy for group in self._groups))

@@ -43,6 +43,8 @@ _QUIET_MEMORY = {
     # The C library keeps what is freed, so that no copy is slowed down by page faults.
     "MALLOC_MMAP_THRESHOLD_": str(32 * MB),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 2**30),
+    # It asks for huge pages, as pinned and device memory have: a link looks up no small ones.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "OMP_NUM_THREADS": "1",
 }
 
