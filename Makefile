@@ -15,8 +15,11 @@ export OMP_NUM_THREADS ?= 1
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
 
+# Two processes, a file in one of them; what goes by the clock alone, after that. On a device that is
+# no simulation one process, since its memory is counted.
 test: $(INSTALLED) lint types
-	$(BIN)/python -m pytest $(if $(DEVICE),--placement-device $(DEVICE))
+	$(BIN)/python -m pytest -m "not timed" $(if $(DEVICE),--placement-device $(DEVICE),-n 2 --dist loadfile)
+	$(BIN)/python -m pytest -m timed $(if $(DEVICE),--placement-device $(DEVICE))
 
 # Beside verl, where it is installed; see docs/figures.md.
 bench: $(CLIENTS)/.installed

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from docs.snippets import pages
 
-_PAGES = ("README.md", "docs/*.md", "docs/how-to/*.md", "docs/reference/*.md")
+_PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/how-to/*.md", "docs/reference/*.md")
 
 pytest_collect_file = pages(*_PAGES).pytest()
 

@@ -22,6 +22,8 @@ from placement.agreement import Agreement, _compared, _Group, _listed, _Meeting,
 from placement.errors import GroupPoisoned, RankLost, RanksDisagree
 from placement.testing import Ranks
 
+pytestmark = pytest.mark.timed
+
 DEADLINE = 1.5
 """Seconds; long enough for busy ranks on two cores, and what each lost rank costs a test."""
 

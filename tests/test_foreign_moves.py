@@ -238,20 +238,27 @@ class Collecting(nn.Linear):
         return super().modules()
 
 
-def test_the_last_manager_may_be_collected_in_the_middle_of_a_move(one_rank: str) -> None:
+def last_manager_is_collected_in_the_middle_of_a_move(device: str) -> None:
     gc.collect()
     found = nn.Module._apply
     gc.disable()
     try:
-        cycle: list[object] = [PlacementManager(normed().to(one_rank))]
+        cycle: list[object] = [PlacementManager(normed().to(device))]
         cycle.append(cycle)
         assert nn.Module._apply is not found
         del cycle
-        moved = Collecting(2, 2).to(one_rank)
+        moved = Collecting(2, 2).to(device)
     finally:
         gc.enable()
     assert nn.Module._apply is found
-    assert moved.weight.device.type == one_rank
+    assert moved.weight.device.type == device
+
+
+def test_the_last_manager_may_be_collected_in_the_middle_of_a_move(
+    two_ranks: Ranks, placement_device: str
+) -> None:
+    # In a process without other managers.
+    two_ranks.run(last_manager_is_collected_in_the_middle_of_a_move, placement_device)
 
 
 def test_a_detached_manager_refuses_and_lets_go(one_rank: str, trace: Trace) -> None:

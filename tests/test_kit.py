@@ -51,7 +51,7 @@ def test_a_placement_is_read_from_the_tensors(one_rank: str, shard: bool) -> Non
 def test_a_managed_module_is_no_module_on_the_cpu(one_rank: str) -> None:
     module = sharded(normed(), policy())
     assert_placement(module, Placement.CPU_FSDP2_MANAGED)
-    with pytest.raises(AssertionError, match="FSDP2 manages"):
+    with pytest.raises(AssertionError, match="FSDP2 with CPUOffloadPolicy manages"):
         assert_placement(module, Placement.CPU_MANUAL)
 
 

@@ -18,6 +18,8 @@ from engine import FSDPEngine, Offload
 from placement import EventKind, GroupPoisoned, Placement, PlacementDrift, RanksDisagree
 from placement.testing import Ranks
 
+pytestmark = pytest.mark.timed
+
 DEADLINE = 2.0
 """Seconds."""
 
