@@ -38,6 +38,7 @@ from placement.leases import Lease, Leases
 from placement.leftovers import Leftover
 from placement.manifest import optimizer_manifest
 from placement.mover import Begun, Mover
+from placement.names import one_or_several
 from placement.owners import Owner
 from placement.record import Record
 from placement.residence import require_matches, require_possible
@@ -96,18 +97,18 @@ class PlacementManager:
             state.
         device: the compute device. By default the one that the module's owner computes on, else
             the accelerator that torch finds.
-        stays: names or ``fnmatch`` patterns of parameters and buffers that are meant to live where
-            they are; names as in the census, without the parts of wrappers. They are never moved,
-            nor are their gradients and optimizer state.
+        stays: a name or ``fnmatch`` pattern, or several, of parameters and buffers that are meant
+            to live where they are; names as in the census, without the parts of wrappers. They are
+            never moved, nor are their gradients and optimizer state.
         rest: where the module is to rest between operations; it is brought there at once. None
             leaves it as it was found.
         on_drift: what happens when the tensors are found elsewhere than the record says, at the
             next context or move. ``"raise"``: :class:`~placement.errors.PlacementDrift`.
             ``"adopt"``: the placement is read anew from the tensors, unless a context is open or
             they show none.
-        unchanged: names or ``fnmatch`` patterns of parameters and buffers that nobody changes while
-            they are on the device: frozen layers, a reference model (``["*"]``). An offload drops
-            their device copy and keeps the host copy, and raises
+        unchanged: a name or ``fnmatch`` pattern, or several, of parameters and buffers that nobody
+            changes while they are on the device: frozen layers, a reference model (``"*"``). An
+            offload drops their device copy and keeps the host copy, and raises
             :class:`~placement.errors.DeclarationBroken` if a digest says that they were changed. An
             evaluation declares as much for all parameters.
         trust: leave the digest out: what is declared unchanged is not checked. A change is lost
@@ -145,8 +146,8 @@ class PlacementManager:
         *,
         scaler: torch.amp.GradScaler | None = None,
         device: torch.device | str | None = None,
-        stays: Iterable[str] = (),
-        unchanged: Iterable[str] = (),
+        stays: str | Iterable[str] = (),
+        unchanged: str | Iterable[str] = (),
         trust: bool = False,
         rest: Placement | str | None = None,
         on_drift: Literal["raise", "adopt"] = "raise",
@@ -164,11 +165,11 @@ class PlacementManager:
                 why="a gradient scaler's tensors are part of the optimizer's state",
                 instead="pass the optimizer, too",
             )
-        self._record = Record(module, optimizer, scaler, device=device, stays=tuple(stays))
+        self._record = Record(module, optimizer, scaler, device=device, stays=one_or_several(stays))
         self._detached = False
         self._leases = Leases()
         self._journal = Journal(self.trace, self._record, self._leases)
-        declared = tuple(unchanged)
+        declared = one_or_several(unchanged)
         require_matches(declared, self._record.census(), "unchanged=")
         self._claim = Claim(self._record)
         self._claim.refuse_shared("adopting the module", self._record.census())
@@ -278,7 +279,7 @@ class PlacementManager:
         evaluate: str | None = "eval_mode",
         save: str | None = "save_checkpoint",
         load: str | None = "load_checkpoint",
-        export: Iterable[str] = (),
+        export: str | Iterable[str] = (),
     ) -> Attachment:
         """Put this manager under the methods of an engine, whose class is left as it is.
 
@@ -296,7 +297,7 @@ class PlacementManager:
                 attached, but guarded in its body by :meth:`training`.
             save, load: names of its methods that write and read a checkpoint. In them its state
                 dicts are where the model rests.
-            export: names of its generator methods that yield weights. In them the weights are on
+            export: name or names of its generator methods that yield weights. In them these are on
                 the compute device.
 
         Returns:
@@ -315,7 +316,7 @@ class PlacementManager:
             evaluate=evaluate,
             save=save,
             load=load,
-            export=export,
+            export=one_or_several(export),
         )
 
     def recover(self) -> None:
@@ -334,7 +335,10 @@ class PlacementManager:
     # Moves by hand.
 
     def onload(
-        self, include: Iterable[Component | str] | None = None, *, wait: bool = True
+        self,
+        include: Component | str | Iterable[Component | str] | None = None,
+        *,
+        wait: bool = True,
     ) -> PendingMove:
         """Bring the model and the optimizer's state to the compute device.
 
@@ -342,8 +346,8 @@ class PlacementManager:
         contexts find and restore.
 
         Args:
-            include: the components to bring, by name: ``params``, ``grads``, ``buffers``,
-                ``optimizer``. None for all.
+            include: the component to bring, or several, by name: ``params``, ``grads``,
+                ``buffers``, ``optimizer``. None for all.
             wait: whether to wait for the copies. Without it they run beside the computation; the
                 tensors stay where they are, and so does the record, until the move is waited for.
                 Nobody may write to them meanwhile. Whatever is asked of the manager next, waits.
@@ -363,7 +367,10 @@ class PlacementManager:
         return self._move_by_hand(Trigger.ONLOAD, self._included(include), wait=wait)
 
     def offload(
-        self, include: Iterable[Component | str] | None = None, *, wait: bool = True
+        self,
+        include: Component | str | Iterable[Component | str] | None = None,
+        *,
+        wait: bool = True,
     ) -> PendingMove:
         """Put the model and the optimizer's state on the CPU, or what ``include`` names of them.
 
@@ -409,7 +416,9 @@ class PlacementManager:
         trigger = Trigger.OFFLOAD if target.type == "cpu" else Trigger.ONLOAD
         self._move_by_hand(trigger, [component for component, wanted in asked.items() if wanted])
 
-    def _included(self, include: Iterable[Component | str] | None) -> list[Component]:
+    def _included(
+        self, include: Component | str | Iterable[Component | str] | None
+    ) -> list[Component]:
         """The components that ``include`` names.
 
         Raises:
@@ -418,7 +427,8 @@ class PlacementManager:
         there = {component.value: component for component in self._record.machines}
         if include is None:
             return list(there.values())
-        names = [part.value if isinstance(part, Component) else part for part in include]
+        parts = [include] if isinstance(include, str | Component) else include
+        names = [part.value if isinstance(part, Component) else part for part in parts]
         return [there[_one_of("include", name, tuple(there))] for name in names]
 
     def _move_by_hand(

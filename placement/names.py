@@ -8,7 +8,7 @@ say ``0``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -37,6 +37,12 @@ def canonical_names(module: nn.Module) -> Callable[[str], str]:
         return ".".join(kept)
 
     return canonical if averaged else _without_unmistakable
+
+
+def one_or_several(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Names or patterns that a caller gave, a single one without a list around it, too: letter by
+    letter, a pattern ``embed*`` would match everything."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _without_unmistakable(name: str) -> str:

@@ -4,8 +4,7 @@ Each function says which names it touches and the torch versions they were seen 
 release renames one, this is the file that changes. Nothing outside it (and ``placement/sim``, which
 is a torch backend) spells a name of torch's that begins with an underscore.
 
-All names below were seen in torch 2.13.0. ``_fsdp_param_group`` (one group a module) is what older
-releases have in the place of ``_fsdp_param_groups``; it is kept as a property in 2.13.
+All names below were seen in torch 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -466,11 +465,8 @@ class Likeness:
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     """FSDP2's groups of one module that have parameters."""
-    state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [state._fsdp_param_group]
-    return [group for group in found if group is not None and group.fsdp_params]
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    return [group for group in groups if group is not None and group.fsdp_params]
 
 
 def initialised_roots(module: nn.Module) -> list[FSDPModule]:
@@ -522,10 +518,7 @@ def allocated_and_reserved_bytes(device: torch.device) -> tuple[int, int]:
     """``torch.accelerator.memory_allocated`` and ``memory_reserved``, without making a flat
     dictionary of all statistics (``torch/accelerator/memory.py``) for each, which takes as long as
     moving a hundred small tensors."""
-    if (statistics := getattr(torch._C, "_accelerator_getDeviceStats", None)) is None:
-        memory = torch.accelerator
-        return memory.memory_allocated(device), memory.memory_reserved(device)
-    of_device = statistics(device.index or 0)
+    of_device = torch._C._accelerator_getDeviceStats(device.index or 0)
     allocated: int = of_device["allocated_bytes"]["all"]["current"]
     reserved: int = of_device["reserved_bytes"]["all"]["current"]
     return allocated, reserved

@@ -298,6 +298,21 @@ def test_wrapping_after_adoption_is_noticed(one_rank: str) -> None:
         manager.offload()
 
 
+def test_a_single_name_needs_no_list_around_it(one_rank: str) -> None:
+    """Letter by letter, one of these patterns would be ``*``, and match everything."""
+    module = normed().to(one_rank)
+    module.second.cpu()
+    manager = PlacementManager(module, stays="second.*", unchanged="first.*")
+    manager.offload("buffers")
+    assert manager.placements[Component.PARAMS] is Placement.GPU
+    assert manager.placements[Component.BUFFERS] is Placement.CPU_MANUAL
+    manager.offload(Component.PARAMS)
+    assert manager.placements[Component.PARAMS] is Placement.CPU_MANUAL
+    manager.onload()
+    assert module.first.weight.device.type == one_rank
+    assert module.second.weight.device.type == "cpu"
+
+
 def test_a_policy_that_comes_after_adoption_is_named(one_rank: str) -> None:
     module = normed().to(one_rank)
     manager = PlacementManager(module)

@@ -76,7 +76,7 @@ def attached(module: nn.Module, **methods: Any) -> tuple[Engine, PlacementManage
 
 
 def test_the_engines_own_moves_are_seen_to_and_what_it_returns_is_returned(one_rank: str) -> None:
-    engine, manager = attached(sharded(normed()), export=["weights"])
+    engine, manager = attached(sharded(normed()), export="weights")
     manager.offload()
     found = manager.placements
     with engine.train_mode("a note") as note:
