@@ -26,6 +26,8 @@ _MARKS = {
 }
 """The marker and label for each list of moments that a row has."""
 
+_DOUBT: dict[str, Any] = {"facecolor": "none", "edgecolor": "white", "hatch": "////", "lw": 0}
+
 _RANK_COLORS = ("#222222", "#c2187a", "#0e9aa7", "#7a6a00", "#7048c6", "#4d8f2f", "#888888")
 _DIRECTIONS = {"to device": "#2f6db5", "to host": "#c8743a"}
 _BINS = 240
@@ -85,17 +87,30 @@ class _Row:
         refused: when something was refused.
         failed: when something failed.
         foreign: when something was moved past the manager.
+        doubtful: from each such moment to when the manager next saw where the component is.
     """
 
     spans: list[_Span] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     failed: list[float] = field(default_factory=list)
     foreign: list[float] = field(default_factory=list)
+    doubtful: list[tuple[float, float | None]] = field(default_factory=list)
 
     def found(self, moment: float, placement: str) -> None:
         """Note where the component was seen; it is taken to be there until it is elsewhere."""
+        self.seen(moment)
         if not self.spans or self.spans[-1][2] != placement:
             self.spans.append((moment, moment, placement))
+
+    def doubted(self, moment: float) -> None:
+        """Note that somebody may have moved the component."""
+        if not self.doubtful or self.doubtful[-1][1] is not None:
+            self.doubtful.append((moment, None))
+
+    def seen(self, moment: float) -> None:
+        """Note that the manager looked where the component is."""
+        if self.doubtful and self.doubtful[-1][1] is None:
+            self.doubtful[-1] = self.doubtful[-1][0], moment
 
     def marked(self, moment: float, event: Event) -> None:
         """Note what an event has to be looked at for."""
@@ -155,13 +170,20 @@ class _Drawn:
             rows[event.component].found(max(0.0, moment - event.seconds), event.source)
             rows[event.component].found(moment, event.dest)
         rows[event.component or ""].marked(moment, event)
+        if event.kind is EventKind.FOREIGN:
+            for component in rows.keys() - {""}:
+                rows[component].doubted(moment)
+        elif event.kind is EventKind.ENTER:  # it was compared with the tensors
+            for row in rows.values():
+                row.seen(moment)
         for direction, size in zip(_DIRECTIONS, (event.bytes_to_device, event.bytes_to_host)):
             if size:
                 self.moved.append((moment, direction, size))
         for what, sizes in (("device", event.device_bytes), ("host", event.host_bytes)):
             if sizes is not None:
-                before = moment - event.seconds
-                self.memory[process, what] += [(before, sizes[0]), (moment, sizes[1])]
+                samples = self.memory[process, what]
+                before = max([moment - event.seconds, *(known for known, _ in samples[-1:])])
+                samples += [(before, sizes[0]), (moment, sizes[1])]
 
     def close(self) -> None:
         """Let contexts that never ended last until the end."""
@@ -223,6 +245,7 @@ def _draw_rows(axes: Any, drawn: _Drawn) -> None:
             if component:
                 spans = _until_next(row.spans, drawn.end)
                 _draw_spans(axes, y, spans, color_of, drawn.end)
+                _draw_doubts(axes, y, row, drawn.end)
                 labels.append(component)
             else:
                 _draw_spans(axes, y, row.spans, _phase_color, drawn.end, named=True)
@@ -269,6 +292,11 @@ def _draw_spans(
             axes.text((begin + until) / 2, y, name, ha="center", va="center", fontsize=8.5)
     for name, bars in by_name.items():
         axes.broken_barh(bars, (y - 0.4, 0.8), color=color(name), lw=0)
+
+
+def _draw_doubts(axes: Any, y: int, row: _Row, end: float) -> None:
+    bars = [(begin, (end if until is None else until) - begin) for begin, until in row.doubtful]
+    axes.broken_barh(bars, (y - 0.4, 0.8), **_DOUBT)
 
 
 def _visible(spans: list[_Span], least: float) -> Iterator[_Span]:
@@ -375,6 +403,8 @@ def _legend(runs: Collection[_Drawn]) -> Iterator[Any]:
     for kind, (marker, label) in _MARKS.items():
         if any(getattr(row, kind) for _, row in rows):
             yield Line2D([], [], marker=marker, color=_ALARM, linestyle="", mew=2, label=label)
+    if any(row.doubtful for _, row in rows):
+        yield Patch(**{**_DOUBT, "edgecolor": "0.5"}, label="the record, in doubt")
     most = max((_with_memory(drawn) for drawn in runs), key=len)
     for number, process in enumerate(most[: len(_RANK_COLORS)]):
         color = _RANK_COLORS[number]

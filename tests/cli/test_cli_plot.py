@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from recorded_job import GPU, MANAGED, MANUAL, Job
 
+from placement.cli import plotting
+from placement.cli.reading import Traces
 from placement.states import Operation, Trigger
 from placement.trace import EventKind, Outcome
 
@@ -115,3 +117,28 @@ def test_without_matplotlib_it_says_how_to_get_it(
     assert result.exit_code == 2
     assert "pip install 'torch-placement[plot]'" in result.stderr
     assert Trigger.SAVE.value not in result.output
+
+
+def test_record_is_in_doubt_from_a_foreign_move_until_the_manager_looks(
+    job: Job, placement: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = job.rank(0)
+    rank.train()
+    rank.event(EventKind.FOREIGN, "to()", MANUAL.value, MANUAL.value)
+    rank.event(EventKind.FOREIGN, "cuda()", MANUAL.value, MANUAL.value)
+    rank.fire(Trigger.ONLOAD, MANUAL)  # of the parameters
+    rank.enter(Operation.SAVE, GPU)
+    rank.event(EventKind.FOREIGN, "cpu()", GPU.value, GPU.value)
+    directory = job.write()
+    text = drawn(placement, directory, tmp_path / "timeline.svg", monkeypatch)
+    assert "the record, in doubt" in text
+    picture = plotting._Drawn(0.0)
+    moments = []
+    for entry in Traces([directory]):
+        picture.add(entry.process, entry.event)
+        moments.append(entry.event.wall)
+    *_, first, _, onload, enter, last = moments
+    (rows,) = picture.rows.values()
+    assert rows["params"].doubtful == [(first, onload), (last, None)]
+    assert rows["optimizer"].doubtful == [(first, enter), (last, None)]
+    assert rows[""].doubtful == []
