@@ -274,5 +274,5 @@ def _package(name: str) -> Any:
             asked="save_pretrained()",
             state=f"the package {name.partition('.')[0]} can't be imported: {error}",
             why="the files are written with it",
-            instead="pip install 'torch-placement[pretrained]'",
+            instead="pip install huggingface_hub safetensors",
         ) from error
