@@ -83,7 +83,7 @@ def test_what_comes_back_is_equal_and_of_the_same_types(value: Any) -> None:
         5e-324,
         float("nan"),
         float("-inf"),
-        {1, (2, "three")},
+        pytest.param({1, (2, "three")}, id="a set"),
         frozenset({b"\x00\xff"}),
         Counter({3: 2, 1: 1}),
         torch.Size([2, 0]),
