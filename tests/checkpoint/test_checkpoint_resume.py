@@ -22,14 +22,18 @@ from models import (
     whereabouts,
 )
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from training import (
     checkpoints,
     decaying,
     dropping,
     dropping_engine,
+    hybrid,
+    one_dimension,
     plain_manager,
     stepped,
+    tensor_parallel,
     whole_state,
 )
 
@@ -363,3 +367,39 @@ def test_a_module_with_no_optimizer_is_saved_and_loaded(one_rank: str, tmp_path:
         second.module.first.weight.zero_()
     Checkpoints(tmp_path, second).load()
     assert_equal(whole_state(second), whole_state(first))
+
+
+# Meshes of two dimensions.
+
+Shard = Callable[[OffloadPolicy], nn.Module]
+
+
+def adopted(shard: Shard, policy: OffloadPolicy) -> PlacementManager:
+    module = shard(policy)
+    return PlacementManager(module, adam(module.parameters()), trace=Trace(), verify="always")
+
+
+def crosses_over(saved: Shard, loaded: Shard, policy: OffloadPolicy) -> None:
+    directory = shared_directory()
+    manager = stepped(adopted(saved, policy))
+    Checkpoints(directory, manager).save(1)
+    other = stepped(adopted(loaded, OffloadPolicy()), number=1)
+    assert Checkpoints(directory, other).load().step == 1
+    assert_equal(whole_state(other), whole_state(manager))
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()], ids=["none", "policy"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (hybrid, hybrid),
+        (tensor_parallel, tensor_parallel),
+        (hybrid, tensor_parallel),
+        (tensor_parallel, one_dimension),
+        (one_dimension, hybrid),
+    ],
+)
+def test_a_checkpoint_goes_from_one_mesh_to_another(
+    ranks: Callable[[int], Ranks], saved: Shard, loaded: Shard, policy: OffloadPolicy
+) -> None:
+    ranks(4).run(crosses_over, saved, loaded, policy)

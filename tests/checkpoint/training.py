@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from models import adam, local, normed_loss
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from engine import FSDPEngine, Offload
 from placement import Checkpoints, PlacementManager, Trace, find_compute_device
@@ -96,3 +98,33 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def checkpoints(directory: Path, engine: FSDPEngine) -> Checkpoints:
     return Checkpoints(directory, engine.manager, scheduler=engine.scheduler)
+
+
+def layers() -> nn.Sequential:
+    """What can be cut in two dimensions, and does not divide by four."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))
+
+
+def _mesh(first: str, second: str) -> DeviceMesh:
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh(find_compute_device().type, shape, mesh_dim_names=(first, second))
+
+
+def hybrid(policy: OffloadPolicy) -> nn.Module:
+    """Sharded over half of the ranks, and the same on the other half (HSDP)."""
+    return fully_shard(layers(), mesh=_mesh("replicate", "shard"), offload_policy=policy)
+
+
+def tensor_parallel(policy: OffloadPolicy) -> nn.Module:
+    """Layers cut over half of the ranks, and each part sharded over the others."""
+    mesh, module = _mesh("data", "tensor"), layers()
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(module, mesh=mesh["data"], offload_policy=policy)
+
+
+def one_dimension(policy: OffloadPolicy) -> nn.Module:
+    """Sharded over all ranks."""
+    mesh = init_device_mesh(find_compute_device().type, (dist.get_world_size(),))
+    return fully_shard(layers(), mesh=mesh, offload_policy=policy)
