@@ -253,11 +253,11 @@ class _Rank:
             end = self._end(operation, one_line(error))
             said = self._met(operation, end, _STORE_ANSWERS_WITHIN).said
         except RankLost as lost:
-            _add_note(error, f"Besides, {lost.why}.")
+            error.add_note(f"Besides, {lost.why}.")
             return
         if said:
             self.group.poisoned = _failures(operation, said[_OUTCOME])
-            _add_note(error, f"On all ranks: {self.group.poisoned}.")
+            error.add_note(f"On all ranks: {self.group.poisoned}.")
 
     def leave_dropped(self, operation: str) -> None:
         """Claim that the body was dropped, which may happen wherever Python collects a generator,
@@ -374,7 +374,7 @@ class _Rank:
             return  # no store, no news: the others have their deadline
         if verdict != mine:
             self.group.poisoned = verdict.why
-            _add_note(error, f"Before that, {verdict.why}.")
+            error.add_note(f"Before that, {verdict.why}.")
 
     def _news(self, number: int, operation: str, mine: _Verdict) -> _Verdict:
         """Make ``mine`` the verdict of a meeting, behind the failures that were claimed there
@@ -576,11 +576,6 @@ def _failures(operation: str, outcomes: Mapping[str, Sequence[int]]) -> str:
         for told, who in outcomes.items()
         if told != _WENT_WELL
     )
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)
 
 
 def _listed(ranks: Sequence[int]) -> str:

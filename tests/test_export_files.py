@@ -129,9 +129,7 @@ def test_without_its_packages_a_save_is_refused_by_name(
 ) -> None:
     manager = PlacementManager(plain())
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        MissingPackage, match=r"huggingface_hub(.|\n)*pip install huggingface_hub"
-    ):
+    with pytest.raises(MissingPackage, match=r"huggingface_hub(.|\n)*pip install huggingface_hub"):
         manager.save_pretrained(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

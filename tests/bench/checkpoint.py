@@ -31,6 +31,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from placement import Checkpoints, PlacementManager, Trace
 
 RUNS = 7
+_TABLE_WIDTH = 100
+"""Columns that the table needs, so that it is whole in a log, too."""
+
 SIZES = {
     "24 tensors of 4 MiB": (24, 1 << 20),
     "1,000 tensors of 16 KiB": (1_000, 1 << 12),
@@ -147,7 +150,9 @@ def main() -> None:
                 f"{own_loading:.3f}",
                 f"{own_loading / loading:.2f}",
             )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print(table)
 
 
 if __name__ == "__main__":
