@@ -237,6 +237,8 @@ def shed_hidden_bases(groups: Sequence[ShardGroup]) -> None:
                 base = padded._base
                 if base is None or base is local_tensor(state.sharded_param):
                     continue
+                if type(padded) is not torch.Tensor:
+                    continue  # a wrapper, whose bytes are elsewhere
                 plain = torch.empty(0, dtype=padded.dtype, device=padded.device)
                 plain.set_(
                     padded.untyped_storage(),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import Normed, adam, local, normed, normed_batch, normed_loss, sharded
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from placement import Component, PlacementManager, mover
 from placement.torch_private import shard_groups
@@ -222,6 +223,21 @@ def test_nothing_hidden_travels_with_a_padded_shard(one_rank: str, watched: bool
         assert torch.accelerator.memory_allocated() == before
         assert torch.equal(padded.cpu(), values)
     assert watch is None or watch() is padded
+
+
+def test_a_padded_shard_that_is_a_wrapper_stays_one(one_rank: str) -> None:
+    module = nn.Linear(4, 4, bias=False).to(one_rank)
+    part = module.weight.detach()
+    module.weight = nn.Parameter(TwoTensor(part.clone(), part.clone()))
+    module = sharded(module)
+    (weight,) = shard_groups(module)[0].parameters
+    assert weight.padded_shard._base is not None
+    manager = PlacementManager(module)
+    for move in (manager.offload, manager.onload, manager.offload):
+        move()
+        assert type(weight.padded_shard) is TwoTensor
+        assert torch.equal(local(module.weight).a.cpu(), part.cpu())
+        assert torch.equal(weight.padded_shard.a.view(4, 4).cpu(), part.cpu())
 
 
 def test_training_in_between_does_not_lose_the_way(one_rank: str, planned: list[str]) -> None:
