@@ -244,6 +244,7 @@ def test_a_body_runs_on_every_rank(ranks: Callable[[int], Ranks], size: int) -> 
     assert ranks(size).run(rank_and_size) == [(rank, size) for rank in range(size)]
 
 
+@pytest.mark.timed
 def test_a_failure_on_a_rank_comes_back_with_its_traceback(device_type: str) -> None:
     group = Ranks(2, device_type)
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*in fail_on.*planted on one"):

@@ -588,6 +588,7 @@ def is_blocked_in_its_sender() -> None:
         next(manager.export_weights())
 
 
+@pytest.mark.timed
 @field_report("J05", guard="collectives of an export wait no longer than the deadline")
 def test_ranks_do_not_run_ahead_of_one_that_is_blocked_in_its_sender(
     two_ranks: Ranks, request: pytest.FixtureRequest
