@@ -180,6 +180,30 @@ def test_a_shard_that_was_changed_goes_along(
     assert torch.equal(before["first.weight param"][0], torch.full((5, 6), 7.0))
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_base_that_was_pointed_elsewhere_does_not_take_its_view_along(
+    one_rank: str, planned: list[str], on_device: bool
+) -> None:
+    base = torch.arange(12.0, device=one_rank)
+    module = nn.Linear(2, 2).to(one_rank)
+    module.register_buffer("view", base[2:6])
+    assert module.view._base is base
+    manager = PlacementManager(module)
+    travelled(manager, planned)
+    if not on_device:
+        manager.offload()
+    kept = module.view.detach()  # so that as many look into the old bytes as before
+    base.data = torch.full_like(base, 7.0)
+    for _ in range(2):
+        (manager.offload if on_device else manager.onload)()
+        assert planned != []
+        assert torch.equal(module.view.cpu(), torch.arange(2.0, 6.0))
+        assert torch.equal(base.cpu(), torch.full((12,), 7.0))
+        assert base.device == module.view.device == module.weight.device
+        (manager.onload if on_device else manager.offload)()
+    assert torch.equal(kept.cpu(), torch.arange(2.0, 6.0))
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
 def test_whoever_keeps_what_lay_on_the_host_keeps_its_values(
     one_rank: str, planned: list[str], shard: bool
