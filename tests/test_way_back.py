@@ -12,7 +12,7 @@ from models import Normed, adam, local, normed, normed_batch, normed_loss, shard
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from placement import Component, PlacementManager, mover
+from placement import AlreadyManaged, Component, Placement, PlacementManager, mover
 from placement.torch_private import shard_groups
 from placement.transfer import Transfer
 from placement.undisturbed import undisturbed
@@ -262,6 +262,40 @@ def test_a_padded_shard_that_is_a_wrapper_stays_one(one_rank: str) -> None:
         assert type(weight.padded_shard) is TwoTensor
         assert torch.equal(local(module.weight).a.cpu(), part.cpu())
         assert torch.equal(weight.padded_shard.a.view(4, 4).cpu(), part.cpu())
+
+
+def test_whoever_takes_what_lies_on_the_host_while_it_is_copied_keeps_its_values(
+    one_rank: str, planned: list[str]
+) -> None:
+    """The move had looked before that; so it is for the next one to see."""
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    travelled(manager, planned)
+    manager.offload()
+    begun = manager.onload(wait=False)
+    kept = module.first.weight.detach()
+    value = kept.clone()
+    begun.wait()
+    assert planned == []
+    with torch.no_grad():
+        module.first.weight.add_(1)
+    manager.offload()
+    assert planned != []
+    assert torch.equal(kept, value)
+    assert torch.equal(module.first.weight, value + 1)
+
+
+def test_memory_that_another_manager_came_to_share_is_refused_on_a_known_way(
+    one_rank: str, planned: list[str]
+) -> None:
+    module, other = normed().to(one_rank), normed().to(one_rank)
+    manager, others = PlacementManager(module), PlacementManager(other)
+    travelled(manager, planned)
+    other.first.weight.data = module.first.weight.data
+    with pytest.raises(AlreadyManaged, match=r"first.weight"):
+        manager.offload()
+    assert module.first.weight.device.type == other.first.weight.device.type == one_rank
+    assert others.placement is Placement.GPU
 
 
 def test_training_in_between_does_not_lose_the_way(one_rank: str, planned: list[str]) -> None:
