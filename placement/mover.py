@@ -163,9 +163,7 @@ class Mover:
         known = {
             c: route for c, route in routes.items() if route is not None and route.known is now
         }
-        if len(known) < len(routes) or not all(
-            self._record.machines[component].may(trigger) for component, trigger in triggers.items()
-        ):
+        if len(known) < len(routes):
             return None
         self._record.owner.settle()
         meter = _Meter(self._record.device)

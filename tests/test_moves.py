@@ -169,8 +169,9 @@ def test_what_can_not_be_moved_exactly_is_refused_by_name(one_rank: str) -> None
     assert module.weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("rounds", [0, 3], ids=["the first move", "a known way"])
 def test_too_little_memory_is_refused_with_the_numbers_before_the_first_copy(
-    one_rank: str,
+    one_rank: str, rounds: int
 ) -> None:
     if one_rank != "sim":
         pytest.skip("lowers the capacity, which only the simulated accelerator can")
@@ -178,6 +179,9 @@ def test_too_little_memory_is_refused_with_the_numbers_before_the_first_copy(
 
     module = nn.Linear(1000, 1000)
     manager = PlacementManager(module)
+    for _ in range(rounds):
+        manager.onload()
+        manager.offload()
     gc.collect()
     torch.accelerator.empty_cache()
     before = sim.counters()
