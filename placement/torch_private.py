@@ -520,7 +520,10 @@ def allocated_and_reserved_bytes(device: torch.device) -> tuple[int, int]:
     """``torch.accelerator.memory_allocated`` and ``memory_reserved``, without making a flat
     dictionary of all statistics (``torch/accelerator/memory.py``) for each, which takes as long as
     moving a hundred small tensors."""
-    of_device = torch._C._accelerator_getDeviceStats(device.index or 0)
+    if (statistics := getattr(torch._C, "_accelerator_getDeviceStats", None)) is None:
+        memory = torch.accelerator
+        return memory.memory_allocated(device), memory.memory_reserved(device)
+    of_device = statistics(device.index or 0)
     allocated: int = of_device["allocated_bytes"]["all"]["current"]
     reserved: int = of_device["reserved_bytes"]["all"]["current"]
     return allocated, reserved

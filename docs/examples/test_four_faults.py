@@ -2,7 +2,7 @@
 
 Each fault is planted here, in plain torch, and the assertion that catches it is shown catching it.
 In a test of your own only the lines inside ``pytest.raises`` remain. The fixtures come with
-``pip install torch-placement[testing]``; no GPU is needed.
+this project's ``testing`` extra (README); no GPU is needed.
 """
 
 from __future__ import annotations

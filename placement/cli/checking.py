@@ -79,7 +79,7 @@ def check(traces: Traces, rules: Sequence[type[Rule]] = RULES) -> Checked:
 
 
 def told(checked: Checked, traces: Traces, width: int | None) -> Iterator[str]:
-    """Lines on the first violation and its neighbourhood, and on how many more there are."""
+    """Lines on the violation to look at first and its neighbourhood, and on how many more."""
     findings = checked.findings
     assert findings.first is not None
     first = findings.first

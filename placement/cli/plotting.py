@@ -69,7 +69,7 @@ def _matplotlib() -> Any:
             Path("matplotlib"),
             None,
             "pictures are drawn with matplotlib, which is not installed",
-            "pip install 'torch-placement[plot]'",
+            "pip install matplotlib",
         ) from None
     return figure
 

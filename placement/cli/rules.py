@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from itertools import takewhile
+from operator import attrgetter
 from typing import ClassVar
 
 from placement.cli.reading import Entry, Process
@@ -68,6 +69,9 @@ class Violation:
         return self.sort, self.entry.event.wall
 
 
+_PLACE = attrgetter("place")
+
+
 @dataclass
 class Findings:
     """What was found in a trace, without keeping more of it than is told.
@@ -85,17 +89,13 @@ class Findings:
     def add(self, violation: Violation) -> None:
         """Take a violation."""
         count, first = self.by_rule.get(violation.rule, (0, violation))
-        self.by_rule[violation.rule] = count + 1, min(first, violation, key=_place)
-        self.first = violation if self.first is None else min(self.first, violation, key=_place)
+        self.by_rule[violation.rule] = count + 1, min(first, violation, key=_PLACE)
+        self.first = violation if self.first is None else min(self.first, violation, key=_PLACE)
 
     @property
     def count(self) -> int:
         """How many violations there were."""
         return sum(count for count, _ in self.by_rule.values())
-
-
-def _place(violation: Violation) -> tuple[Sort, float]:
-    return violation.place
 
 
 class Rule(ABC):

@@ -115,7 +115,7 @@ def test_without_matplotlib_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = placement(*command, *([directory] if command[0] == "plot" else []))
     assert result.exit_code == 2
-    assert "pip install 'torch-placement[plot]'" in result.stderr
+    assert "pip install matplotlib" in result.stderr
     assert Trigger.SAVE.value not in result.output
 
 
