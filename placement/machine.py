@@ -4,8 +4,7 @@ The library runs the machine; this file adds two things. A refused trigger becom
 :class:`~placement.errors.IllegalTransition` whose text is read from the table, and a guard
 (``integrity``) closes every trigger of a torn component.
 
-The machine is a *record*. What a trigger does to tensors is the caller's ``carry_out``, which runs
-inside the transition, before the state changes: when it raises, the state has not changed.
+The machine is a *record*: it is fired when what the trigger stands for is done.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transitions import Event, EventData, Machine, MachineError
+from transitions import Event, Machine, MachineError
 
 from placement.errors import IllegalTransition, TornPlacement
 from placement.states import TABLE, TORN, Component, Illegal, Integrity, Legal, Placement, Trigger
@@ -48,8 +47,7 @@ class PlacementMachine:
         initial: the placement that was read from the tensors.
         evidence: called for an error's list of tensors, one line each.
 
-    Each trigger is a method (``onload()``, ``offload()``, ``save()``). It takes ``carry_out``, a
-    function that does the work; it is called before the state changes.
+    Each trigger is a method (``onload()``, ``offload()``, ``save()``).
     """
 
     state: Placement
@@ -78,23 +76,20 @@ class PlacementMachine:
                     "source": source,
                     "dest": row.dest,
                     "conditions": self._is_whole,
-                    "before": self._carry_out,
                 }
                 for (source, trigger), row in TABLE.items()
                 if isinstance(row, Legal)
             ],
             auto_transitions=False,
-            send_event=True,
         )
 
-    def fire(self, trigger: Trigger, carry_out: Callable[[], None] | None = None) -> None:
-        """Fire ``trigger``, with ``carry_out`` as the work that must succeed before it counts.
-
-        Raises:
-            IllegalTransition: the table has no such transition; ``carry_out`` was not called.
-            TornPlacement: the component is torn; ``carry_out`` was not called.
+    def fire(self, trigger: Trigger) -> None:
         """
-        self.trigger(trigger.value, carry_out=carry_out)
+        Raises:
+            IllegalTransition: the table has no such transition.
+            TornPlacement: the component is torn.
+        """
+        self.trigger(trigger.value)
 
     def may(self, trigger: Trigger) -> bool:
         """Whether ``trigger`` would be accepted now. Read from the table, which takes a fraction of
@@ -118,7 +113,7 @@ class PlacementMachine:
         """
         asked = asked or f"{trigger.value}()"
         if self.integrity is Integrity.TORN:
-            return self._torn(asked)
+            return self.torn(asked)
         row = TABLE[self.state, trigger]
         if not isinstance(row, Illegal):
             raise AssertionError(f"{trigger.value} is legal in {self.state.value}")
@@ -136,9 +131,10 @@ class PlacementMachine:
             TornPlacement: the component is torn; ``asked`` can't be granted.
         """
         if self.integrity is Integrity.TORN:
-            raise self._torn(asked)
+            raise self.torn(asked)
 
-    def _torn(self, asked: str) -> TornPlacement:
+    def torn(self, asked: str) -> TornPlacement:
+        """The error for ``asked`` once the component is torn."""
         return TornPlacement(
             asked=asked,
             state=f"the record has the {self.component.value} in {self.state.value}, torn",
@@ -147,9 +143,5 @@ class PlacementMachine:
             tensors=self._evidence(),
         )
 
-    def _is_whole(self, event: EventData) -> bool:
+    def _is_whole(self) -> bool:
         return self.integrity is Integrity.WHOLE
-
-    def _carry_out(self, event: EventData) -> None:
-        if (work := event.kwargs.get("carry_out")) is not None:
-            work()

@@ -1,8 +1,9 @@
-"""How a placement changes: check, copy everything, then fire the machines.
+"""How a placement changes: check, copy everything, swap, then fire the machines.
 
 All components that move together move as one. Everything that can be known is refused before the
-first copy; every copy is made before the first pointer is swapped; the swaps of a component happen
-inside its machine's transition, so the record changes exactly if they went through.
+first copy; tensors are swapped while the copies are made; the machines are fired when all copies
+have landed, so the record changes exactly if the move went through. If anything fails before, all
+tensors are swapped back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 
 import torch
 from torch.profiler import record_function
@@ -20,7 +20,6 @@ from torch.profiler import record_function
 from placement.census import Site
 from placement.claims import Claim
 from placement.device import allocated_bytes, resident_bytes
-from placement.errors import PlacementError
 from placement.journal import Journal
 from placement.leftovers import Leftover, find_leftovers, find_unregistered
 from placement.record import Record
@@ -85,8 +84,8 @@ class Mover:
 
         Raises:
             PlacementError: it was refused; nothing moved.
-            TornPlacement: swapping failed half way.
-            Exception: whatever a copy raised; nothing changed.
+            TornPlacement: it failed, and swapping back failed, too.
+            Exception: whatever a copy or a swap raised; everything is as it was.
         """
         if all(self._record[component] is place for component, place in wanted.items()):
             return []  # most contexts are entered and left so: nothing more is to be spent on it
@@ -141,7 +140,7 @@ class Mover:
             self._claim.refuse_shared(asked, census)
         for component in triggers:
             self._give_up_route(component)
-        begun = Begun(triggers, moves, transfer, meter)
+        begun = Begun(asked, triggers, moves, transfer, meter)
         self._stage(begun, between)
         return begun
 
@@ -169,13 +168,13 @@ class Mover:
         meter = _Meter(self._record.device)
         if (transfer := retrace(known, everyone, self._lane)) is None:
             return None
-        begun = Begun(triggers, (), transfer, meter)
+        begun = Begun(asked, triggers, (), transfer, meter)
         self.expect_changes(triggers)
         self._stage(begun, between)
         return begun
 
     def _stage(self, begun: Begun, between: Callable[[], None]) -> None:
-        with begun.abandoned_on_failure(), begun.span():
+        with self._abandoned_on_failure(begun.transfer, begun.asked), begun.span():
             for component, trigger in begun.triggers.items():
                 with self._failures(component, trigger):
                     if begun.transfer.stage(component, between):
@@ -200,20 +199,17 @@ class Mover:
                 self._twins[component].keep_only(())  # the route has them now
 
     def complete(self, begun: Begun) -> list[str]:
-        """Wait for the copies of a move that was begun, and make it.
+        """Make a move that was begun.
 
         Returns, raises: as :meth:`bring` does.
         """
         broken: list[str] = []
-        with begun.abandoned_on_failure(), begun.span():
-            for component, trigger in begun.triggers.items():
-                with self._failures(component, trigger):
-                    if begun.transfer.land(component):
-                        self._journal.copying(EventKind.LANDED, component, trigger.value)
+        with begun.span():
+            self._swap_and_land(begun)
             if Trigger.OFFLOAD in begun.triggers.values():
                 self._copied_away = {}
             for component, trigger in begun.triggers.items():
-                broken += self._commit(begun.transfer, component, trigger, begun.meter).broken
+                broken += self._conclude(begun, component, trigger).broken
             self._remember_what_was_found(begun.moves)
             self._learn_routes(begun)
             if Component.PARAMS in begun.triggers:
@@ -268,16 +264,12 @@ class Mover:
             meter = _Meter(self._record.device)
             self._give_up_route(component)
             transfer = Transfer(moves, twins=self._twins, lane=self._lane, asked=why)
-            with undisturbed() as deliver_interrupt, transfer:
+            with undisturbed() as deliver_interrupt, self._abandoned_on_failure(transfer, why):
                 if transfer.stage(component, deliver_interrupt):
                     self._journal.copying(EventKind.ISSUED, component, why)
+                transfer.swap(component)
                 if transfer.land(component):
                     self._journal.copying(EventKind.LANDED, component, why)
-                try:
-                    transfer.commit(component)
-                except BaseException:
-                    self._record.machines[component].tear()
-                    raise
             self._journal.moved(why, component, meter.add_to(transfer.release(component)))
 
     def recover(self) -> None:
@@ -287,7 +279,7 @@ class Mover:
                 sites = self._record.census().of(component)
                 strays = self._record.residence.strays(sites, machine.state)
                 self.relocate(strays, RECOVERY)
-                if not strays:  # the move failed before its first swap, or after its last
+                if not strays:  # all had been swapped back when it failed
                     self._journal.moved(RECOVERY, component, Moved())
                 machine.mend()
 
@@ -300,25 +292,36 @@ class Mover:
             self._journal.triggered(component, trigger, self._record[component], failure=error)
             raise
 
-    def _commit(
-        self,
-        transfer: Transfer | Retracing,
-        component: Component,
-        trigger: Trigger,
-        meter: _Meter,
-    ) -> Moved:
-        """Fire one machine; its tensors are swapped inside the transition."""
-        machine, source = self._record.machines[component], self._record[component]
+    @contextmanager
+    def _abandoned_on_failure(self, transfer: Transfer | Retracing, asked: str) -> Iterator[None]:
+        """Take a move back that fails. If that fails, too, everything is torn."""
         try:
-            machine.fire(trigger, partial(transfer.commit, component))
-        except PlacementError:
+            yield
+        except BaseException:
+            try:
+                transfer.abandon()
+            except BaseException as error:
+                for machine in self._record.machines.values():
+                    machine.tear()
+                raise machine.torn(asked) from error
             raise
-        except BaseException as error:
-            for torn in self._record.machines.values():
-                torn.tear()
-            self._journal.triggered(component, trigger, source, failure=error)
-            raise machine.refusal(trigger) from error
-        moved = meter.add_to(transfer.release(component))
+
+    def _swap_and_land(self, begun: Begun) -> None:
+        """Swap the tensors while they are copied, and wait for the copies."""
+        with self._abandoned_on_failure(begun.transfer, begun.asked):
+            for component, trigger in begun.triggers.items():
+                with self._failures(component, trigger):
+                    begun.transfer.swap(component)
+            for component, trigger in begun.triggers.items():
+                with self._failures(component, trigger):
+                    if begun.transfer.land(component):
+                        self._journal.copying(EventKind.LANDED, component, trigger.value)
+
+    def _conclude(self, begun: Begun, component: Component, trigger: Trigger) -> Moved:
+        """Let the record say that a component has moved, and release what it left."""
+        machine, source = self._record.machines[component], self._record[component]
+        machine.fire(trigger)
+        moved = begun.meter.add_to(begun.transfer.release(component))
         self._journal.triggered(component, trigger, source, moved)
         if trigger is Trigger.OFFLOAD:
             self._notice_what_stayed(component, moved)
@@ -411,10 +414,12 @@ class Begun:
     """A move whose copies are under way.
 
     Attributes:
+        asked: the call this is for, as errors name it.
         triggers: what will be fired, by component.
         moves: what is moved for it.
     """
 
+    asked: str
     triggers: Mapping[Component, Trigger]
     moves: Sequence[Move]
     transfer: Transfer | Retracing
@@ -424,15 +429,6 @@ class Begun:
         """A span of the profiler's."""
         names = {trigger.value for trigger in self.triggers.values()}
         return record_function(f"placement: {', '.join(names)}")
-
-    @contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Let go of what was staged and not committed if the block raises."""
-        try:
-            yield
-        except BaseException:
-            self.transfer.abandon()
-            raise
 
 
 class _Meter:

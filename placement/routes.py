@@ -29,7 +29,7 @@ from placement.torch_private import (
     plain_attributes,
     storage_address,
 )
-from placement.transfer import Lane, Moved, Part, buckets, covers
+from placement.transfer import Lane, Moved, Part, buckets, covers, point
 from placement.twins import Twins, layout_of
 
 
@@ -190,7 +190,8 @@ class Journey:
     before: list[torch.Tensor] = field(default_factory=list)
     copies: list[torch.Event] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
-    committed: bool = False
+    swapped: bool = False
+    released: bool = False
 
     def swaps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor with the one that it is to be pointed at, inner ones before their wrapper."""
@@ -198,6 +199,14 @@ class Journey:
         return chain(
             zip(self.leaves, others, strict=True),
             zip(self.wrappers, self.route.likes_there, strict=True),
+        )
+
+    def swaps_back(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor with what it pointed at before, in the same order."""
+        before = [self.before[alias] for alias in self.route.aliased]
+        return chain(
+            zip(self.leaves, before, strict=True),
+            zip(self.wrappers, self.route.likes_here, strict=True),
         )
 
 
@@ -229,6 +238,14 @@ class Retracing:
                 journey.copies.append(self._lane.copy(targets[bucket], sources[bucket]))
         return True
 
+    def swap(self, component: Component) -> None:
+        """Point the tensors of ``component`` at what they point at on the other side."""
+        if (journey := self._journeys.get(component)) is None:
+            return
+        journey.swapped = True
+        with plain_attributes(), journey.moved.timed():
+            point(journey.swaps())
+
     def land(self, component: Component) -> bool:
         """Wait for the copies of ``component``; whether there were any."""
         if (journey := self._journeys.get(component)) is None:
@@ -238,19 +255,11 @@ class Retracing:
                 copy.synchronize()
         return True
 
-    def commit(self, component: Component) -> None:
-        """Point the tensors of ``component`` at what they point at on the other side."""
-        if (journey := self._journeys.get(component)) is None:
-            return
-        journey.committed = True
-        with torch.no_grad(), plain_attributes(), journey.moved.timed():
-            for tensor, other in journey.swaps():
-                tensor.data = other
-
     def release(self, component: Component) -> Moved:
         """Free what the tensors pointed at, turn the route round, and say what moving cost."""
         if (journey := self._journeys.get(component)) is None:
             return Moved()
+        journey.released = True
         route, moved = journey.route, journey.moved
         route.addresses, route.their_addresses = route.their_addresses, route.addresses
         own = route.aliases if route.there.type == "cpu" else []
@@ -272,14 +281,20 @@ class Retracing:
         return moved
 
     def abandon(self) -> None:
-        """Let go of what was staged and not committed."""
-        for journey in self._journeys.values():
-            if not journey.committed:
-                for copy in journey.copies:
-                    copy.synchronize()
-                if journey.route.there.type != "cpu":
-                    for storage in journey.route.storages:
-                        storage.resize_(0)
+        """Point the tensors at what they pointed at before, and let go of what was staged.
+
+        An exception from here means that some may not have been pointed back: they are torn.
+        """
+        begun = [journey for journey in self._journeys.values() if not journey.released]
+        for journey in begun:
+            if journey.swapped:
+                point(journey.swaps_back())
+        for journey in begun:
+            for copy in journey.copies:
+                copy.synchronize()
+            if journey.route.there.type != "cpu":
+                for storage in journey.route.storages:
+                    storage.resize_(0)
 
 
 def retrace(

@@ -1,9 +1,10 @@
 """How bytes move: all of them, or none.
 
 A transfer has four steps. *Stage* begins to copy every storage to its target, where each tensor has
-a *twin*. *Land* waits until the copies are there. Until then nothing has changed, so a failing copy
-or an out-of-memory leaves the module as it was found. *Commit* points each tensor at its twin; it
-allocates nothing and copies nothing. *Release* frees what the tensors pointed at before.
+a *twin*. *Swap* points each tensor at its twin, while the copies are made; it allocates nothing and
+copies nothing. *Land* waits until the copies are there. Until then what the tensors pointed at
+before is as it was, so whatever fails, they are pointed at that again, and the module is as it was
+found. *Release* frees it.
 
 Host copies are pinned, so that copying uses the whole link; what was found on the host in ordinary
 memory goes back to ordinary memory. What a tensor pointed at before is kept for its way back
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -144,7 +145,8 @@ class Part:
     Attributes:
         storages: what is copied.
         wrappers: whose device changes with it.
-        committed: whether tensors were swapped, or may have been.
+        swapped: whether tensors were swapped, or may have been.
+        released: whether the move is made, for good.
     """
 
     twins: Twins
@@ -153,7 +155,8 @@ class Part:
     moved: Moved = field(default_factory=Moved)
     copies: list[torch.Event] = field(default_factory=list)
     """One for each bucket of copies, recorded behind it."""
-    committed: bool = False
+    swapped: bool = False
+    released: bool = False
 
     def swaps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor with the one that it is to be pointed at, inner ones before their wrapper."""
@@ -161,6 +164,13 @@ class Part:
             yield from zip(storage.tensors, storage.twins, strict=True)
         for wrapper in self.wrappers:
             yield wrapper.tensor, wrapper.like
+
+    def swaps_back(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor with what it pointed at before, in the same order."""
+        for storage in self.storages:
+            yield from zip(storage.tensors, storage.before, strict=True)
+        for wrapper in self.wrappers:
+            yield wrapper.tensor, rewrap(wrapper.tensor, wrapper.inner)
 
     def wait(self) -> bool:
         """Wait for the copies; whether there were any."""
@@ -170,8 +180,7 @@ class Part:
 
 
 class Transfer:
-    """A move of tensors, planned from a census. A context: what was staged in it and not committed
-    is let go at its end.
+    """A move of tensors, planned from a census.
 
     Args:
         moves: what is to move.
@@ -223,20 +232,20 @@ class Transfer:
             for storage in self._storages.values()
         )
 
-    def __enter__(self) -> Transfer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.abandon()
-
     def abandon(self) -> None:
-        """Let go of what was staged and not committed."""
-        for part in self._parts.values():
-            if not part.committed:
-                part.wait()
-                for storage in part.storages:
-                    if storage.borrowed:
-                        part.twins.give_back(storage.twins)
+        """Point the tensors at what they pointed at before, and let go of what was staged.
+
+        An exception from here means that some may not have been pointed back: they are torn.
+        """
+        begun = [part for part in self._parts.values() if not part.released]
+        for part in begun:
+            if part.swapped:
+                point(part.swaps_back())
+        for part in begun:
+            part.wait()
+            for storage in part.storages:
+                if storage.borrowed:
+                    part.twins.give_back(storage.twins)
 
     def stage(self, component: Component, between: Callable[[], None] = lambda: None) -> bool:
         """Begin to copy everything of ``component``. Raises what torch raises; nothing has changed
@@ -354,7 +363,7 @@ class Transfer:
                 self._rehearse(wrapper)
 
     def land(self, component: Component) -> bool:
-        """Wait for the copies of ``component``: what is committed may be read at once.
+        """Wait for the copies of ``component``.
 
         Returns:
             Whether there were any.
@@ -364,7 +373,7 @@ class Transfer:
             return part.wait()
 
     def _rehearse(self, wrapper: _Wrapper) -> None:
-        """Try on a stand-in what a commit will do with a wrapper of somebody's."""
+        """Try on a stand-in what a swap will do with a wrapper of somebody's."""
         try:
             rewrap(wrapper.tensor, wrapper.inner).data = wrapper.like
         except RuntimeError as error:
@@ -372,26 +381,19 @@ class Transfer:
                 asked=self._asked,
                 state=f"{type(wrapper.tensor).__name__} does not let itself be pointed at other "
                 "tensors",
-                why=f"a commit would tear the module; torch says: {str(error).splitlines()[0]}",
+                why=f"its parts can't be swapped one by one; torch says: "
+                f"{str(error).splitlines()[0]}",
                 tensors=[str(wrapper.site)],
                 instead="declare it with stays=, or keep its parts as parameters and buffers",
             ) from error
 
-    def commit(self, component: Component) -> None:
-        """Point the tensors of ``component`` at their twins.
-
-        An exception from here means that some tensors were swapped and others were not: the
-        component is torn.
-        """
+    def swap(self, component: Component) -> None:
+        """Point the tensors of ``component`` at their twins. They may be read when these have
+        landed."""
         part = self._parts[component]
-        part.committed = True
-        with torch.no_grad(), part.moved.timed():
-            for tensor, twin in part.swaps():
-                # Keeps the Python object and the C++ tensor, so weak references, autograd's
-                # accumulators and optimizer keys hold (torch.utils.swap_tensors would refuse some).
-                # Of a wrapper it changes the device that the wrapper reports; its inner tensors,
-                # which stay the same objects, were swapped before it.
-                tensor.data = twin
+        part.swapped = True
+        with part.moved.timed():
+            point(part.swaps())
 
     def release(self, component: Component) -> Moved:
         """Free what the tensors of ``component`` pointed at, and say what moving it cost.
@@ -399,6 +401,7 @@ class Transfer:
         What somebody else looks into is not freed under them, but named.
         """
         part = self._parts[component]
+        part.released = True
         for storage in part.storages:
             if (held := part.twins.leave(storage.tensors, storage.before)) is not None:
                 part.moved.still_held[held] = (storage.name, storage.nbytes)
@@ -454,6 +457,18 @@ class Transfer:
                     why="the move would run out of memory half way",
                     instead="release memory on the device first; nothing was moved",
                 )
+
+
+def point(swaps: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Point the first tensor of each pair at what the second one looks into.
+
+    This keeps the Python object and the C++ tensor, so weak references, autograd's accumulators and
+    optimizer keys hold (``torch.utils.swap_tensors`` would refuse some). Of a wrapper it changes
+    the device that the wrapper reports; what it wraps stays the same objects.
+    """
+    with torch.no_grad():
+        for tensor, other in swaps:
+            tensor.data = other
 
 
 class Lane:

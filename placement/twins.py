@@ -221,7 +221,7 @@ class Twins:
         """
         if not is_dtensor(wrapper):
             return rewrap(wrapper, twins)
-        # A commit takes nothing but what the wrapper says of itself, so one that wraps nothing
+        # A swap takes nothing but what the wrapper says of itself, so one that wraps nothing
         # does, for all of the same layout; making a DTensor takes longer than the rest of a move.
         key = (wrapper.size(), wrapper.stride(), wrapper.dtype, target)
         if key not in self._wrappers:

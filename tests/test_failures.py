@@ -40,14 +40,14 @@ from placement.routes import Journey, Retracing
 from placement.testing import Ranks
 from placement.transfer import Part, Transfer
 
-# Torn, and recovered.
+# Taken back; torn, and recovered.
 
 
-def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let the commit fail before its ``number``-th swap."""
+def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int, back: int | None = None) -> None:
+    """Let a move fail before its ``number``-th swap, and before its ``back``-th swap back."""
 
     def failing(
-        swaps: Callable[[object], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        swaps: Callable[[object], Iterator[tuple[torch.Tensor, torch.Tensor]]], number: int
     ) -> Callable[[object], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
         def until_half_way(part: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for index, swap in enumerate(swaps(part)):
@@ -58,7 +58,60 @@ def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         return until_half_way
 
     for way in (Part, Journey):  # planned, and back the way it came
-        monkeypatch.setattr(way, "swaps", failing(way.swaps))
+        monkeypatch.setattr(way, "swaps", failing(way.swaps, number))
+        if back is not None:
+            monkeypatch.setattr(way, "swaps_back", failing(way.swaps_back, back))
+
+
+def trained(
+    device: str, start: Placement, shard: bool
+) -> tuple[PlacementManager, Callable[[], None]]:
+    """Everything that moves, in ``start``, and a function that makes a step of training."""
+    module = sharded(normed()) if shard else normed().to(device)
+    optimizer = adam(module.parameters())
+    normed_loss(module, [x.to(device) for x in normed_batch()]).backward()
+    optimizer.step()
+    manager = PlacementManager(module, optimizer, rest=start, verify="always")
+
+    def step() -> None:
+        with manager.training():
+            normed_loss(module, [x.to(device) for x in normed_batch()]).backward()
+            optimizer.step()
+
+    return manager, step
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
+@pytest.mark.parametrize("start", [Placement.GPU, Placement.CPU_MANUAL])
+def test_a_move_that_fails_at_a_swap_is_taken_back(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch, shard: bool, start: Placement
+) -> None:
+    manager, step = trained(one_rank, start, shard)
+    move, back = manager.offload, manager.onload
+    if start is not Placement.GPU:
+        move, back = back, move
+    move()
+    back()
+    found, before = whereabouts(manager), values(manager.census())
+    gc.collect()
+    on_device = torch.accelerator.memory_allocated()
+    for known_way in (True, False):
+        for number in range(12 if shard else 5):
+            if not known_way:
+                manager.release_host_memory()
+                manager._mover._routes.clear()
+            with monkeypatch.context() as patch:
+                fail_at_swap(patch, number)
+                with pytest.raises(OSError, match="half way"):
+                    move()
+            assert manager.placement is start
+            assert whereabouts(manager) == found
+            assert_equal(values(manager.census()), before)
+            gc.collect()  # the traceback had the move's tensors
+            assert torch.accelerator.memory_allocated() == on_device
+    move()
+    back()
+    step()
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
@@ -66,16 +119,12 @@ def fail_at_swap(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_a_torn_module_refuses_everything_until_it_is_recovered(
     one_rank: str, monkeypatch: pytest.MonkeyPatch, shard: bool, start: Placement
 ) -> None:
-    module = sharded(normed()) if shard else normed().to(one_rank)
-    optimizer = adam(module.parameters())
-    normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
-    optimizer.step()
-    manager = PlacementManager(module, optimizer, rest=start, verify="always")
+    manager, step = trained(one_rank, start, shard)
     move = manager.offload if start is Placement.GPU else manager.onload
     found, before = whereabouts(manager), values(manager.census())
     for number in range(12 if shard else 5):
         with monkeypatch.context() as patch:
-            fail_at_swap(patch, number)
+            fail_at_swap(patch, number, back=number // 2)
             with pytest.raises(TornPlacement) as caught:
                 move()
         assert isinstance(caught.value.__cause__, OSError)
@@ -90,9 +139,7 @@ def test_a_torn_module_refuses_everything_until_it_is_recovered(
         assert manager.placement is start
         assert whereabouts(manager) == found
         assert_equal(values(manager.census()), before)
-    with manager.training():
-        normed_loss(module, [x.to(one_rank) for x in normed_batch()]).backward()
-        optimizer.step()
+    step()
 
 
 def test_a_load_whose_tensors_are_put_right_by_half_tears_the_component(
@@ -101,13 +148,13 @@ def test_a_load_whose_tensors_are_put_right_by_half_tears_the_component(
     engine = normed_engine(Offload.MANUAL)
     engine.train_batch(normed_batch(0))
     before = values(engine.manager.census())
-    fail_at_swap(monkeypatch, 3)
+    fail_at_swap(monkeypatch, 3, back=1)
 
     def install_on_the_device() -> None:
         for state in engine.optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].to(one_rank)
 
-    with pytest.raises(OSError, match="half way"), engine.manager.loading():
+    with pytest.raises(TornPlacement), engine.manager.loading():
         install_on_the_device()
     monkeypatch.undo()
     with pytest.raises(TornPlacement):
@@ -151,11 +198,11 @@ def test_an_interrupt_during_copies_leaves_everything_as_it_was(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_during_the_commit_waits_until_it_is_whole(
+def test_an_interrupt_during_the_swaps_waits_until_it_is_whole(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = PlacementManager(normed().to(one_rank))
-    interrupt_in(monkeypatch, "commit")
+    interrupt_in(monkeypatch, "swap")
     with pytest.raises(KeyboardInterrupt):
         manager.offload()
     monkeypatch.undo()
@@ -168,7 +215,7 @@ def test_an_interrupt_while_a_context_is_entered_leaves_what_was_found(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = PlacementManager(normed())
-    interrupt_in(monkeypatch, "commit")
+    interrupt_in(monkeypatch, "swap")
     with pytest.raises(KeyboardInterrupt):
         manager.training().__enter__()
     monkeypatch.undo()

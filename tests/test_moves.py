@@ -16,7 +16,6 @@ from placement import (
     NotEnoughMemory,
     Placement,
     PlacementManager,
-    TornPlacement,
     Trace,
 )
 from placement.tensors import parts
@@ -222,29 +221,6 @@ def test_a_copy_that_fails_leaves_everything_as_it_was(one_rank: str, trace: Tra
         manager.onload()
         assert facts(module)["second.weight"] == before[0]["second.weight"]
         assert_equal(values(manager.census()), before[1])
-
-
-def test_a_failure_inside_the_commit_tears_the_module(
-    one_rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = normed().to(one_rank)
-    manager = PlacementManager(module)
-    commit = Transfer.commit
-
-    def commit_half(self: Transfer, component: object) -> None:
-        part = self._parts[component]
-        del part.storages[len(part.storages) // 2 :]
-        commit(self, component)
-        raise OSError("half way")
-
-    monkeypatch.setattr(Transfer, "commit", commit_half)
-    with pytest.raises(TornPlacement) as caught:
-        manager.offload()
-    assert isinstance(caught.value.__cause__, OSError)
-    monkeypatch.undo()
-    assert not manager.may_save()
-    with pytest.raises(TornPlacement, match="an earlier move failed"):
-        manager.onload()
 
 
 # Waiting.

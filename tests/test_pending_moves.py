@@ -117,15 +117,15 @@ def test_a_module_that_was_moved_meanwhile_is_met_and_left(one_rank: str) -> Non
 def test_an_interrupt_while_the_move_is_made_waits_until_it_is_whole(
     one_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Transfer.commit
+    swap = Transfer.swap
 
     def interrupted(self: Transfer, component: Component) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        commit(self, component)
+        swap(self, component)
 
     manager = stepped(one_rank)
     move = manager.offload(wait=False)
-    monkeypatch.setattr(Transfer, "commit", interrupted)
+    monkeypatch.setattr(Transfer, "swap", interrupted)
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

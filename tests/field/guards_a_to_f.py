@@ -21,7 +21,7 @@ from placement import (
     record,
     twins,
 )
-from placement.mover import Mover
+from placement.mover import Begun, Mover
 from placement.owners import base, ddp, fsdp1, fsdp2
 from placement.owners.fsdp1 import FSDP1Module
 from placement.owners.plain import PlainModule
@@ -79,18 +79,19 @@ def a_load_brings_nothing_to_the_device(patch: Patch) -> None:
 
 @guard
 def tensors_keep_their_identity(patch: Patch) -> None:
-    commit = Mover._commit
+    swap_and_land = Mover._swap_and_land
 
-    def replace(self: Mover, transfer: Any, component: Component, *args: Any) -> None:
-        part, held = transfer._parts[component], self._record.optimizer
-        if component is Component.OPTIMIZER and held is not None:
+    def replace(self: Mover, begun: Begun) -> None:
+        held = self._record.optimizer
+        if Component.OPTIMIZER in begun.triggers and held is not None:
+            part = begun.transfer._parts[Component.OPTIMIZER]
             twins = {id(tensor): twin for tensor, twin in part.swaps()}
             part.storages, part.wrappers = [], []
             for entries in held.state.values():
                 entries.update({k: twins.get(id(value), value) for k, value in entries.items()})
-        commit(self, transfer, component, *args)
+        swap_and_land(self, begun)
 
-    patch.setattr(Mover, "_commit", replace)
+    patch.setattr(Mover, "_swap_and_land", replace)
 
 
 @guard

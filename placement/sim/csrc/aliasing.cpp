@@ -8,6 +8,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/TensorImpl.h>
 
+#include <optional>
+
 namespace sim {
 namespace {
 
@@ -39,7 +41,10 @@ Bytes bytes_of(const at::Tensor& tensor) {
           tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset())};
 }
 
-void prepare_for_use(const at::Tensor& tensor) {
+namespace {
+
+// The tensor's memory, if it has a block; raises if it has none any more.
+std::optional<DeviceRange> checked_range_of(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       tensor.has_storage(),
       "sim: tensors of layout ",
@@ -58,8 +63,21 @@ void prepare_for_use(const at::Tensor& tensor) {
       " bytes of storage, which has ",
       storage->nbytes(),
       ": it was freed or shrunk");
-  if (auto* block = block_of(storage->data_ptr())) {
-    before_device_use({block, bytes});
+  auto* block = block_of(storage->data_ptr());
+  return block == nullptr ? std::nullopt : std::optional<DeviceRange>({block, bytes});
+}
+
+} // namespace
+
+void prepare_for_use(const at::Tensor& tensor) {
+  if (const auto range = checked_range_of(tensor)) {
+    before_device_use(*range);
+  }
+}
+
+void prepare_for_copy(const at::Tensor& tensor) {
+  if (const auto range = checked_range_of(tensor)) {
+    before_device_copy(*range);
   }
 }
 

@@ -24,6 +24,9 @@ Bytes bytes_of(const at::Tensor& tensor);
 // its memory is there (raises if not), and order the use after the copies in flight.
 void prepare_for_use(const at::Tensor& tensor);
 
+// The same before a copy on the link uses it.
+void prepare_for_copy(const at::Tensor& tensor);
+
 // A tensor of the geometry (and conj and neg bits) of `like`, on another storage and device.
 at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like);
 

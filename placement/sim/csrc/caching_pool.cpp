@@ -150,6 +150,7 @@ Block* CachingPool::take_cached(size_t rounded, c10::StreamId stream) {
   }
   auto* block = best->second;
   blocks->second.erase(best);
+  wait_for(block->last_sent);
   return block;
 }
 
@@ -168,6 +169,7 @@ Block* CachingPool::create(size_t rounded, c10::StreamId stream, size_t limit) {
 }
 
 void CachingPool::destroy(Block* block) {
+  wait_for(block->last_sent);
   ++stats_.num_device_free;
   total(stats_.segment).decrease(1);
   total(stats_.reserved_bytes).decrease(block->reserved);

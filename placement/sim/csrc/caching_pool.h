@@ -8,10 +8,11 @@
 //
 // Differences from CUDA: blocks aren't split, so a cached block is reused only for a request almost
 // as large; and a block is free for reuse at once even where record_stream named another stream,
-// because here every kernel has finished by the time it returns (streams.h treats delayed copies).
+// because here every kernel has finished by the time it returns (streams.h treats the copies).
 #pragma once
 
 #include "device.h"
+#include "link.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
@@ -37,6 +38,7 @@ struct Block {
   size_t requested; // bytes the present owner asked for
   c10::StreamId stream; // the stream that was current at the allocation
   std::vector<c10::StreamId> recorded_streams; // named by record_stream since
+  Ticket last_sent = 0; // the last copy on the link that uses it
 };
 
 class CachingPool {

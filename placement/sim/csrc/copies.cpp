@@ -1,4 +1,5 @@
-// Copies: who waits for whom, what may be late, and the copy itself, between aliases on the CPU.
+// Copies: who waits for whom, what runs beside the host or is late, and the copy itself, between
+// aliases on the CPU.
 #include "copies.h"
 
 #include "aliasing.h"
@@ -6,14 +7,13 @@
 #include "device.h"
 #include "device_memory.h"
 #include "failure_plan.h"
+#include "link.h"
 #include "pinned_memory.h"
 #include "streams.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstring>
 
 namespace sim {
 namespace {
@@ -40,7 +40,7 @@ bool have_the_same_bytes_in_order(const Tensor& source, const Tensor& target) {
 // Copies that cudaMemcpyAsync makes without the host waiting: from or to pinned memory, and the
 // same bytes in the same order on both sides. (Torch makes any other copy through a temporary
 // tensor on the host, which isn't pinned, and copies of pageable memory wait for the stream.)
-bool can_be_delayed(const Tensor& source, const Tensor& target, const Tensor& host) {
+bool can_run_beside(const Tensor& source, const Tensor& target, const Tensor& host) {
   return have_the_same_bytes_in_order(source, target) &&
       is_pinned_address(host.storage().data());
 }
@@ -57,18 +57,6 @@ DeviceRange device_range(const Tensor& tensor) {
 bool are_their_bytes(const Tensor& source, const Tensor& target) {
   return source.layout() == c10::kStrided && target.layout() == c10::kStrided &&
       !source.is_quantized() && !source._is_zerotensor() && source.numel() != 0;
-}
-
-// In packets, as a link does it. The C library copies many megabytes past the caches, faster a byte
-// than it copies the same bytes in pieces.
-void copy_bytes(void* target, const void* source, size_t nbytes) {
-  constexpr size_t kPacket = 64 * 1024;
-  for (size_t done = 0; done < nbytes; done += kPacket) {
-    std::memmove(
-        static_cast<char*>(target) + done,
-        static_cast<const char*>(source) + done,
-        std::min(kPacket, nbytes - done));
-  }
 }
 
 void copy_now(const Tensor& source, const Tensor& target) {
@@ -95,13 +83,15 @@ void copy_between_host_and_device(const Tensor& source, const Tensor& target, bo
   const auto& on_device = to_device ? target : source;
   const auto device = on_device.device().index();
   before_host_use(host_range(host), device);
-  if (non_blocking && copies_are_delayed() && target.numel() != 0 &&
-      can_be_delayed(source, target, host)) {
-    prepare_for_use(on_device);
-    if (to_device) {
-      delay_host_to_device(host_range(source), device_range(target));
+  if (non_blocking && target.numel() != 0 && can_run_beside(source, target, host)) {
+    if (copies_are_delayed()) {
+      prepare_for_use(on_device);
+      to_device ? delay_host_to_device(host_range(source), device_range(target))
+                : delay_device_to_host(device_range(source), host_range(target));
     } else {
-      delay_device_to_host(device_range(source), host_range(target));
+      prepare_for_copy(on_device);
+      to_device ? send_host_to_device(source.const_data_ptr(), device_range(target))
+                : send_device_to_host(device_range(source), target.mutable_data_ptr());
     }
     return;
   }

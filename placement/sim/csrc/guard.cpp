@@ -121,9 +121,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     delete as_event(event);
   }
 
-  // Milliseconds between the two calls of record, since kernels end when they return.
+  // Milliseconds between the two calls of record, since kernels end when they return; if copies on
+  // the link came before one, from (to) the time when these had arrived.
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    const auto elapsed = as_event(end)->recorded_at - as_event(start)->recorded_at;
+    const auto elapsed = *as_event(end)->recorded_at - *as_event(start)->recorded_at;
     return std::chrono::duration<double, std::milli>(elapsed).count();
   }
 };

@@ -2,6 +2,7 @@
 #include "pinned_memory.h"
 
 #include "caching_pool.h"
+#include "link.h"
 
 #include <cstring>
 #include <iterator>
@@ -25,6 +26,7 @@ std::map<const char*, size_t>& live_blocks() {
 
 void release_pinned(void* context) {
   auto* block = static_cast<Block*>(context);
+  block->last_sent = last_sent(); // any of these may use it
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     live_blocks().erase(static_cast<const char*>(block->host));
@@ -56,7 +58,7 @@ class PinnedAllocator final : public at::HostAllocator {
   }
 
   bool record_event(void*, void*, c10::Stream) override {
-    return true; // a delayed copy holds its host storage itself
+    return true; // a delayed copy holds its host storage itself, and a release waits for the link
   }
 
   void empty_cache() override {

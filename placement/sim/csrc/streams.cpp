@@ -47,6 +47,12 @@ std::map<StreamKey, DelayedCopies>& sets_by_stream() {
   return *sets;
 }
 
+// The last copy on the link that the next operation of a stream comes after.
+std::map<StreamKey, Ticket>& sent_by_stream() {
+  static auto* sent = new std::map<StreamKey, Ticket>();
+  return *sent;
+}
+
 char* host_address(const HostRange& range) {
   auto* storage = range.storage.unsafeGetStorageImpl();
   return static_cast<char*>(storage->mutable_data()) + range.bytes.begin;
@@ -139,6 +145,27 @@ std::shared_ptr<DelayedCopy> make_copy(
   return copy;
 }
 
+bool link_is_idle() {
+  return has_arrived(last_sent());
+}
+
+Ticket sent_on(c10::DeviceIndex device, c10::StreamId stream) {
+  if (link_is_idle()) {
+    return 0;
+  }
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return sent_by_stream()[{device, stream}];
+}
+
+void send_on_current_stream(
+    Block* block, void* target, const void* source, size_t nbytes) {
+  const auto device = block->pool->device();
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const auto ticket = send(target, source, nbytes);
+  sent_by_stream()[{device, current_stream(device)}] = ticket;
+  block->last_sent = ticket;
+}
+
 bool comes_after(const Block& block, const std::shared_ptr<DelayedCopy>& copy) {
   if (block.stream == copy->stream) {
     return true;
@@ -190,8 +217,20 @@ void delay_host_to_device(const HostRange& source, const DeviceRange& target) {
   issue(std::move(copy));
 }
 
+void send_device_to_host(const DeviceRange& source, void* target) {
+  send_on_current_stream(source.block, target, host_address(source), source.bytes.size());
+}
+
+void send_host_to_device(const void* source, const DeviceRange& target) {
+  send_on_current_stream(target.block, host_address(target), source, target.bytes.size());
+}
+
 void record_event(Event& event, c10::DeviceIndex device, c10::StreamId stream) {
-  event.recorded_at = std::chrono::steady_clock::now();
+  event.recorded_at = std::make_shared<Time>(std::chrono::steady_clock::now());
+  event.sent = sent_on(device, stream);
+  if (!has_arrived(event.sent)) {
+    event.sent = send_mark(event.recorded_at);
+  }
   event.before.clear();
   if (g_in_flight == 0) {
     return;
@@ -201,6 +240,11 @@ void record_event(Event& event, c10::DeviceIndex device, c10::StreamId stream) {
 }
 
 void wait_event(const Event& event, c10::DeviceIndex device, c10::StreamId stream) {
+  if (!has_arrived(event.sent)) {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    auto& sent = sent_by_stream()[{device, stream}];
+    sent = std::max(sent, event.sent);
+  }
   if (g_in_flight == 0) {
     return;
   }
@@ -211,12 +255,14 @@ void wait_event(const Event& event, c10::DeviceIndex device, c10::StreamId strea
 }
 
 void synchronize_event(const Event& event) {
+  wait_for(event.sent);
   std::vector<c10::Storage> to_free;
   std::lock_guard<std::mutex> lock(g_mutex);
   land_all(event.before, to_free);
 }
 
 void synchronize_stream(c10::DeviceIndex device, c10::StreamId stream) {
+  wait_for(sent_on(device, stream));
   if (g_in_flight == 0) {
     return;
   }
@@ -228,6 +274,7 @@ void synchronize_stream(c10::DeviceIndex device, c10::StreamId stream) {
 }
 
 void synchronize_device(c10::DeviceIndex device) {
+  wait_for(last_sent());
   std::vector<c10::Storage> to_free;
   std::lock_guard<std::mutex> lock(g_mutex);
   for (auto& [key, set] : sets_by_stream()) {
@@ -239,12 +286,18 @@ void synchronize_device(c10::DeviceIndex device) {
 }
 
 bool query_event(const Event& event) {
+  if (!has_arrived(event.sent)) {
+    return false;
+  }
   std::vector<c10::Storage> to_free;
   std::lock_guard<std::mutex> lock(g_mutex);
   return query(event.before, to_free);
 }
 
 bool query_stream(c10::DeviceIndex device, c10::StreamId stream) {
+  if (!has_arrived(sent_on(device, stream))) {
+    return false;
+  }
   if (g_in_flight == 0) {
     return true;
   }
@@ -254,6 +307,12 @@ bool query_stream(c10::DeviceIndex device, c10::StreamId stream) {
 }
 
 void before_device_use(const DeviceRange& range) {
+  const auto device = range.block->pool->device();
+  wait_for(sent_on(device, current_stream(device)));
+  before_device_copy(range);
+}
+
+void before_device_copy(const DeviceRange& range) {
   if (g_in_flight == 0) {
     return;
   }

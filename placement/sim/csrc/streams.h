@@ -1,8 +1,11 @@
-// Streams, events, and copies that land late.
+// Streams, events, and copies that land after their call.
 //
 // Every kernel of the simulation has finished when its call returns, so streams order nothing but
-// delayed copies: `non_blocking=True` copies between pinned host memory and a device, while
-// delaying is switched on. Such a copy is issued at once and lands later:
+// `non_blocking=True` copies between pinned host memory and a device. As long as delaying is
+// switched off these run on the link (link.h), beside the host. Who comes after one in the order of
+// streams waits for it, and so does whoever gets the memory next, on either side.
+//
+// While delaying is switched on, such a copy lands as late as it may:
 //
 //   device to host   What the source holds is taken at issue, which is what a real stream would
 //                    have read, since all kernels before it have run. The host target holds poison
@@ -27,11 +30,11 @@
 
 #include "caching_pool.h"
 #include "device.h"
+#include "link.h"
 
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -47,7 +50,8 @@ using DelayedCopies = std::vector<std::shared_ptr<DelayedCopy>>;
 
 struct Event {
   DelayedCopies before;
-  std::chrono::steady_clock::time_point recorded_at;
+  Ticket sent = 0; // the last copy on the link that it comes after
+  std::shared_ptr<Time> recorded_at;
 };
 
 // The bytes from `begin` up to `end` of some memory.
@@ -85,6 +89,10 @@ void set_copies_delayed(bool delayed);
 void delay_device_to_host(const DeviceRange& source, const HostRange& target);
 void delay_host_to_device(const HostRange& source, const DeviceRange& target);
 
+// Copy between a block's bytes and host memory on the link, on the current stream of its device.
+void send_device_to_host(const DeviceRange& source, void* target);
+void send_host_to_device(const void* source, const DeviceRange& target);
+
 void record_event(Event& event, c10::DeviceIndex device, c10::StreamId stream);
 void wait_event(const Event& event, c10::DeviceIndex device, c10::StreamId stream);
 
@@ -99,6 +107,8 @@ bool query_stream(c10::DeviceIndex device, c10::StreamId stream);
 
 // To be called before an operation of the current stream reads or writes device memory, ...
 void before_device_use(const DeviceRange& range);
+// ... before a copy on the link does, which needs no other on the link to have arrived, ...
+void before_device_copy(const DeviceRange& range);
 // ... before a copy of the current stream of `device` reads or writes host memory, ...
 void before_host_use(const HostRange& range, c10::DeviceIndex device);
 // ... and before a block goes back to its pool.
