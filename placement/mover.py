@@ -141,7 +141,11 @@ class Mover:
         for component in triggers:
             self._give_up_route(component)
         begun = Begun(asked, triggers, moves, transfer, meter)
-        self._stage(begun, between)
+        with self._abandoned_on_failure(transfer, asked), begun.span():
+            for component, trigger in triggers.items():
+                with self._failures(component, trigger):
+                    if transfer.stage(component, between):
+                        self._journal.copying(EventKind.ISSUED, component, trigger.value)
         return begun
 
     def _begin_on_known_routes(
@@ -153,8 +157,6 @@ class Mover:
     ) -> Begun | None:
         """Begin a move that is the way back of the last one, without planning it; None if it is
         not."""
-        if not self._routes or (everyone := self._record.everyone_if_they_agree(asked)) is None:
-            return None
         triggers, present = dict(triggers), self._record.components_with_tensors
         self._let_what_is_empty_follow(triggers, wanted, present)
         routes = {c: self._routes.get(c) for c in triggers if c in present}
@@ -162,23 +164,35 @@ class Mover:
         known = {
             c: route for c, route in routes.items() if route is not None and route.known is now
         }
-        if len(known) < len(routes):
+        if not known or len(known) < len(routes):
             return None
-        self._record.owner.settle()
         meter = _Meter(self._record.device)
-        if (transfer := retrace(known, everyone, self._lane)) is None:
+        if (transfer := retrace(known, self._lane)) is None:
             return None
         begun = Begun(asked, triggers, (), transfer, meter)
         self.expect_changes(triggers)
-        self._stage(begun, between)
+        with self._abandoned_on_failure(transfer, asked), begun.span():
+            if not self._set_out(begun, transfer, between):
+                transfer.abandon()
+                return None
+            self._record.owner.settle()
+        for component, trigger in triggers.items():
+            if transfer.copies(component):
+                self._journal.copying(EventKind.ISSUED, component, trigger.value)
         return begun
 
-    def _stage(self, begun: Begun, between: Callable[[], None]) -> None:
-        with self._abandoned_on_failure(begun.transfer, begun.asked), begun.span():
-            for component, trigger in begun.triggers.items():
-                with self._failures(component, trigger):
-                    if begun.transfer.stage(component, between):
-                        self._journal.copying(EventKind.ISSUED, component, trigger.value)
+    def _set_out(self, begun: Begun, transfer: Retracing, between: Callable[[], None]) -> bool:
+        """Begin to copy along known routes, and find out beside it if they lead there still."""
+        for component, trigger in begun.triggers.items():
+            with self._failures(component, trigger):
+                transfer.set_out(component, between)
+        if (everyone := self._record.everyone_if_they_agree(begun.asked)) is None:
+            return False
+        for component, trigger in begun.triggers.items():
+            with self._failures(component, trigger):
+                if not transfer.go_on(component, everyone, between):
+                    return False
+        return True
 
     def _give_up_route(self, component: Component) -> None:
         """Plan the next move of ``component`` anew, with the memory that its route kept."""

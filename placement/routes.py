@@ -51,8 +51,8 @@ class Route:
         aliases: what the leaves point at on the other side.
         originals: for each alias, a leaf that it is for.
         own: on the host, what the leaves point at themselves, by alias: kept from one time to the
-            next, as the memory is. Empty if none was made yet, and on the device, where
-            an alias would keep the memory of a tensor that somebody drops.
+            next, as the memory is. Empty on the device, where an alias would keep the memory of a
+            tensor that somebody drops.
         wholes: for each storage, a leaf that looks into all of it.
         fragments: leaves that look into a part of theirs only, with their offsets in elements. Of
             the others, their looks say that it is 0.
@@ -87,12 +87,15 @@ class Route:
     likes_here: list[torch.Tensor]
     likes_there: list[torch.Tensor]
 
-    @property
-    def holder_counts(self) -> list[int]:
-        """Of each storage, how many look into it if nobody else does."""
+    def keeps_to_itself(self) -> bool:
+        """Whether nobody but the aliases, and the leaves that they are for, looks into the memory
+        that the route keeps."""
+        if holders_at(self.their_addresses) != self.alias_counts:
+            return False
         if not self.own:
-            return self.leaf_counts
-        return list(map(operator.add, self.leaf_counts, self.alias_counts))
+            return True
+        here = list(map(operator.add, self.leaf_counts, self.alias_counts))
+        return holders_at(self.addresses) == here
 
     @property
     def others(self) -> list[torch.Tensor]:
@@ -163,7 +166,7 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         aliased=aliased,
         aliases=aliases,
         originals=originals,
-        own=[],
+        own=[leaves[original].data for original in originals] if here.type == "cpu" else [],
         wholes=wholes,
         fragments=fragments,
         names=[storage.name for storage in part.storages],
@@ -184,14 +187,50 @@ class Journey:
     """A route that is being taken."""
 
     route: Route
-    leaves: list[torch.Tensor]
-    wrappers: list[torch.Tensor]
-    here: list[torch.UntypedStorage]
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    wrappers: list[torch.Tensor] = field(default_factory=list)
+    here: list[torch.UntypedStorage] = field(default_factory=list)
     before: list[torch.Tensor] = field(default_factory=list)
     copies: list[torch.Event] = field(default_factory=list)
     moved: Moved = field(default_factory=Moved)
     swapped: bool = False
     released: bool = False
+
+    def begin_to_copy(
+        self, sources: Sequence[torch.Tensor], lane: Lane, between: Callable[[], None]
+    ) -> None:
+        """Begin to copy each whole storage from one of ``sources``."""
+        route = self.route
+        if route.there.type == "cpu":
+            self.moved.to_host = sum(route.sizes)
+        else:
+            self.moved.to_device = sum(route.sizes)
+            for storage, size in zip(route.storages, route.sizes, strict=True):
+                storage.resize_(size)
+        targets = [route.aliases[route.aliased[whole]] for whole in route.wholes]
+        for bucket in buckets(route.sizes):
+            between()
+            self.copies.append(lane.copy(targets[bucket], sources[bucket]))
+
+    def meet(self, everyone: Sequence[Any]) -> None:
+        """Take the leaves and the wrappers from everyone."""
+        self.leaves = [everyone[place] for place in self.route.places]
+        self.wrappers = [everyone[place] for place in self.route.wrapping]
+
+    def leaves_stayed(self) -> bool:
+        """Whether the leaves look into the same memory as the last move left them with, and nobody
+        else looks into it. Of memory that the route keeps the second has been asked already."""
+        route = self.route
+        storages = [leaf.untyped_storage() for leaf in self.leaves]
+        if addresses_of(storages) != [route.addresses[number] for number in route.numbers]:
+            return False
+        if any(self.leaves[i].storage_offset() != offset for i, offset in route.fragments.items()):
+            return False
+        if not route.own and holders_at(route.addresses) != route.leaf_counts:
+            return False
+        self.here = [storages[whole] for whole in route.wholes]
+        self.before = route.own or [self.leaves[original].data for original in route.originals]
+        return True
 
     def swaps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor with the one that it is to be pointed at, inner ones before their wrapper."""
@@ -212,31 +251,47 @@ class Journey:
 
 class Retracing:
     """Components that go back the way they came. Used as a
-    :class:`~placement.transfer.Transfer` is."""
+    :class:`~placement.transfer.Transfer` is, but begun in steps: copies are begun as early as it is
+    known from where to where, and whether the way is still the same is found out beside them. What
+    they are copied into is nobody's until then.
+    """
 
-    def __init__(self, journeys: Mapping[Component, Journey], lane: Lane) -> None:
-        self._journeys = journeys
+    def __init__(self, routes: Mapping[Component, Route], lane: Lane) -> None:
+        self._journeys = {component: Journey(route) for component, route in routes.items()}
         self._lane = lane
 
-    def stage(self, component: Component, between: Callable[[], None]) -> bool:
-        """Begin to copy everything of ``component``; whether there was anything."""
+    def set_out(self, component: Component, between: Callable[[], None]) -> None:
+        """Begin to copy what rests in memory that the route keeps itself."""
+        journey = self._journeys.get(component)
+        if journey is not None and (own := journey.route.own):
+            route = journey.route
+            sources = [own[route.aliased[whole]] for whole in route.wholes]
+            with torch.no_grad(), journey.moved.timed():
+                journey.begin_to_copy(sources, self._lane, between)
+
+    def go_on(
+        self, component: Component, everyone: Sequence[Any], between: Callable[[], None]
+    ) -> bool:
+        """Begin to copy the rest.
+
+        Args:
+            everyone: those whom the routes know, found to look as they did when they came here.
+
+        Returns:
+            Whether all are still on this way.
+        """
         if (journey := self._journeys.get(component)) is None:
-            return False
-        route, leaves = journey.route, journey.leaves
+            return True
         with torch.no_grad(), journey.moved.timed():
-            if route.there.type == "cpu":
-                journey.moved.to_host = sum(route.sizes)
-            else:
-                journey.moved.to_device = sum(route.sizes)
-                for storage, size in zip(route.storages, route.sizes, strict=True):
-                    storage.resize_(size)
-            journey.before = route.own or [leaves[original].data for original in route.originals]
-            sources = [leaves[whole] for whole in route.wholes]
-            targets = [route.aliases[route.aliased[whole]] for whole in route.wholes]
-            for bucket in buckets(route.sizes):
-                between()
-                journey.copies.append(self._lane.copy(targets[bucket], sources[bucket]))
-        return True
+            journey.meet(everyone)
+            if not journey.copies:
+                sources = [journey.leaves[whole] for whole in journey.route.wholes]
+                journey.begin_to_copy(sources, self._lane, between)
+            return journey.leaves_stayed()
+
+    def copies(self, component: Component) -> bool:
+        """Whether something of ``component`` is copied."""
+        return component in self._journeys
 
     def swap(self, component: Component) -> None:
         """Point the tensors of ``component`` at what they point at on the other side."""
@@ -297,43 +352,19 @@ class Retracing:
                     storage.resize_(0)
 
 
-def retrace(
-    routes: Mapping[Component, Route],
-    everyone: Sequence[Any],
-    lane: Lane,
-) -> Retracing | None:
-    """A move that goes back along ``routes``; None if something on one of them has changed.
+def retrace(routes: Mapping[Component, Route], lane: Lane) -> Retracing | None:
+    """A move that goes back along ``routes``; None if somebody else looks into memory that they
+    keep, or if it does not fit on the other side.
 
     Args:
         routes: of the components that move.
-        everyone: those whom the routes know, found to look as they did when they came here.
         lane: the stream to copy on.
     """
-    journeys = {}
-    for component, route in routes.items():
-        if (journey := _set_out(route, everyone)) is None:
-            return None
-        journeys[component] = journey
+    if not all(route.keeps_to_itself() for route in routes.values()):
+        return None
     for target in {route.there for route in routes.values()}:
         need = sum(sum(route.sizes) for route in routes.values() if route.there == target)
         free = free_bytes(target)
         if free is not None and need > free:
             return None
-    return Retracing(journeys, lane)
-
-
-def _set_out(route: Route, everyone: Sequence[Any]) -> Journey | None:
-    """The way back, if the leaves look into the same memory as the last move left them with, and
-    nobody else looks into it on either side."""
-    leaves = [everyone[place] for place in route.places]
-    storages = [leaf.untyped_storage() for leaf in leaves]
-    if addresses_of(storages) != [route.addresses[number] for number in route.numbers]:
-        return None
-    if any(leaves[index].storage_offset() != offset for index, offset in route.fragments.items()):
-        return None
-    if holders_at(route.addresses) != route.holder_counts:
-        return None
-    if holders_at(route.their_addresses) != route.alias_counts:
-        return None
-    wrappers = [everyone[place] for place in route.wrapping]
-    return Journey(route, leaves, wrappers, [storages[whole] for whole in route.wholes])
+    return Retracing(routes, lane)

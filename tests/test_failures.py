@@ -448,7 +448,7 @@ def test_a_restore_that_fails_does_not_hide_the_error_of_the_body(
 
     def break_off() -> None:
         monkeypatch.setattr(Transfer, "stage", fail)
-        monkeypatch.setattr(Retracing, "stage", fail)
+        monkeypatch.setattr(Retracing, "set_out", fail)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as caught, manager.training():

@@ -285,9 +285,11 @@ def test_copies_that_overlap_on_the_device_land_in_order() -> None:
     assert buffer.tolist() == [1.0] * 2 + [2.0] * 4
 
 
-def test_copies_land_at_once_again_after_the_block() -> None:
+def test_copies_go_on_the_link_again_after_the_block() -> None:
     with sim.delayed_copies():
         assert sim.copies_are_delayed()
     assert sim.copies_are_delayed()  # as the fixture found it
     sim.set_delayed_copies(False)
-    assert to_host(on_device()).tolist() == [7.0] * 4
+    host = to_host(on_device())
+    torch.accelerator.synchronize()
+    assert host.tolist() == [7.0] * 4

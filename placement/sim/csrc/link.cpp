@@ -7,6 +7,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -53,12 +54,18 @@ class Link {
       return;
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    ++waiters_;
-    arrival_.wait(lock, [this, ticket] { return has_arrived(ticket); });
-    --waiters_;
+    while (true) {
+      wanted_ = std::min<Ticket>(wanted_, ticket); // before asking again, so that no wake is lost
+      if (has_arrived(ticket)) {
+        return;
+      }
+      arrival_.wait(lock);
+    }
   }
 
  private:
+  static constexpr Ticket kNone = std::numeric_limits<Ticket>::max();
+
   void run() {
     std::vector<Job> jobs;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -73,10 +80,9 @@ class Link {
         } else {
           copy_bytes(job.target, job.source, job.nbytes);
         }
-        ++arrived_;
-        if (waiters_ != 0) {
-          // With the mutex, so that nobody is between asking and going to sleep.
+        if (++arrived_ >= wanted_) {
           std::lock_guard<std::mutex> between(mutex_);
+          wanted_ = kNone;
           arrival_.notify_all();
         }
       }
@@ -93,7 +99,7 @@ class Link {
   bool idle_ = false;
   std::atomic<Ticket> sent_;
   std::atomic<Ticket> arrived_;
-  std::atomic<int> waiters_{0};
+  std::atomic<Ticket> wanted_{kNone}; // the first that somebody waits for
 };
 
 // Leaked: the thread uses it until the process has gone.
