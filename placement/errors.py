@@ -136,7 +136,8 @@ class DeclarationBroken(PlacementError):
 
 
 class TornPlacement(IllegalTransition):
-    """A move failed while it was swapping tensors, now or earlier: the component is torn."""
+    """A move failed, now or earlier, and swapping its tensors back failed, too: the component is
+    torn."""
 
 
 class PlacementHeld(PlacementError):

@@ -321,7 +321,7 @@ class PlacementManager:
 
     def recover(self) -> None:
         """Make a torn module whole: put every tensor where the record says it was before the move
-        that failed. Does nothing to a module that is whole.
+        that failed and could not be taken back. Does nothing to a module that is whole.
 
         Raises:
             PlacementError, RuntimeError: that failed too; it stays torn, and can be tried again.

@@ -222,8 +222,11 @@ class Mover:
             self._swap_and_land(begun)
             if Trigger.OFFLOAD in begun.triggers.values():
                 self._copied_away = {}
+            sources = self._record.placements()
             for component, trigger in begun.triggers.items():
-                broken += self._conclude(begun, component, trigger).broken
+                self._record.machines[component].fire(trigger)
+            for component, trigger in begun.triggers.items():
+                broken += self._conclude(begun, component, trigger, sources[component]).broken
             self._remember_what_was_found(begun.moves)
             self._learn_routes(begun)
             if Component.PARAMS in begun.triggers:
@@ -331,10 +334,10 @@ class Mover:
                     if begun.transfer.land(component):
                         self._journal.copying(EventKind.LANDED, component, trigger.value)
 
-    def _conclude(self, begun: Begun, component: Component, trigger: Trigger) -> Moved:
-        """Let the record say that a component has moved, and release what it left."""
-        machine, source = self._record.machines[component], self._record[component]
-        machine.fire(trigger)
+    def _conclude(
+        self, begun: Begun, component: Component, trigger: Trigger, source: Placement
+    ) -> Moved:
+        """Release what a component left, and tell that it has moved."""
         moved = begun.meter.add_to(begun.transfer.release(component))
         self._journal.triggered(component, trigger, source, moved)
         if trigger is Trigger.OFFLOAD:

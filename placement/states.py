@@ -28,8 +28,8 @@ state it leads to, or :class:`Illegal` with the reason and the remedy that the e
 Adding a state is adding its rows.
 
 Beside its placement a component has an :class:`Integrity`. It becomes ``torn`` when a move failed
-after its first pointer was swapped, so that tensors lie in two places. A torn component has one
-answer to every trigger, :data:`TORN`.
+and could not be taken back, so that tensors lie in two places. A torn component has one answer to
+every trigger, :data:`TORN`.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ TABLE: Mapping[tuple[Placement, Trigger], Row] = {
 """Each pair of state and trigger: where it leads, or why it is refused."""
 
 TORN = Illegal(
-    why="an earlier move failed after it had begun to swap tensors, so this component lies in two "
-    "places and no trigger can be trusted",
+    why="an earlier move failed and could not be taken back, so this component lies in two places "
+    "and no trigger can be trusted",
     instead="call manager.recover(), which puts every tensor where the record says; the trace "
     "names the move that failed",
 )

@@ -12,7 +12,15 @@ from models import Normed, adam, local, normed, normed_batch, normed_loss, shard
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from placement import AlreadyManaged, Component, Placement, PlacementManager, mover
+from placement import (
+    AlreadyManaged,
+    Component,
+    Placement,
+    PlacementDrift,
+    PlacementManager,
+    Trace,
+    mover,
+)
 from placement.torch_private import shard_groups
 from placement.transfer import Transfer
 from placement.undisturbed import undisturbed
@@ -283,6 +291,44 @@ def test_whoever_takes_what_lies_on_the_host_while_it_is_copied_keeps_its_values
     assert planned != []
     assert torch.equal(kept, value)
     assert torch.equal(module.first.weight, value + 1)
+
+
+def test_copies_that_went_ahead_on_a_lost_way_leave_no_memory(
+    one_rank: str, planned: list[str]
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    travelled(manager, planned)
+    manager.offload()
+    left = torch.accelerator.memory_allocated()
+    module.first.weight.data = torch.full_like(module.first.weight, 7.0)
+    manager.onload()
+    assert planned == ["onload()"]
+    assert torch.equal(module.first.weight.cpu(), torch.full((5, 6), 7.0))
+    manager.offload()
+    assert torch.accelerator.memory_allocated() == left
+
+
+def test_a_move_that_is_refused_after_its_copies_went_ahead_leaves_everything(
+    one_rank: str, planned: list[str], trace: Trace
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module, trace=trace)
+    travelled(manager, planned)
+    manager.offload()
+    left, before = torch.accelerator.memory_allocated(), held(manager)
+    weight, seen = module.first.weight, len(trace)
+    module.first.weight = nn.Parameter(torch.empty(5, 6, device="meta"))
+    with pytest.raises(PlacementDrift, match=r"first\.weight"):
+        manager.onload()
+    assert torch.accelerator.memory_allocated() == left
+    assert manager.placement is Placement.CPU_MANUAL
+    assert [event.kind.value for event in list(trace)[seen:]] == ["refusal"]
+    module.first.weight = weight
+    after = held(manager)
+    assert all(torch.equal(after[name][0], values) for name, (values, _) in before.items())
+    manager.onload()
+    manager.verify()
 
 
 def test_memory_that_another_manager_came_to_share_is_refused_on_a_known_way(

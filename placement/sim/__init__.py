@@ -4,7 +4,9 @@ After :func:`enable`, ``torch.device("sim", 0)`` behaves as ``cuda:0`` would in 
 device placement is about: operations that mix devices raise, memory is accounted to the byte and
 runs out, host memory can be pinned, host code that reads device memory faults, and
 ``dist.init_process_group("cpu:gloo,sim:simccl")`` gives collectives, so that FSDP2 runs unmodified.
-The numbers are real: they are computed by the CPU's kernels. Time is not simulated.
+The numbers are real: they are computed by the CPU's kernels. Copies that a GPU would make beside
+the host, ``non_blocking=True`` from or to pinned memory, are made by a thread of their own, the
+link, one after the other in the order of their issue. Beyond that time is not simulated.
 
 What a real accelerator doesn't offer is offered here for tests: a capacity that can be set
 (:func:`set_capacity`), copies that land as late as they may (:func:`delayed_copies`), failures at a
@@ -218,8 +220,9 @@ def delayed_copies() -> Iterator[None]:
       was allocated on spoils the copy (it lands as poison), unless ``record_stream`` named the
       copy's stream or the tensor's stream waited for the copy.
 
-    Copies of memory that isn't pinned, or that change the dtype or the layout, are synchronous, as
-    on CUDA. Kernels always run at once: races between them can't be shown.
+    Without it such copies are on the link, and land a moment after the call. Copies of memory that
+    isn't pinned, or that change the dtype or the layout, are synchronous either way, as on CUDA.
+    Kernels always run at once: races between them can't be shown.
 
     Raises:
         RuntimeError: the simulation is not enabled.
