@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 # Kernels of small tensors gain nothing from threads, and ranks would fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients test-versions field-guards kill9 bench docs release-check lint types clean
+.PHONY: demo test test-clients test-versions field-guards campaign kill9 bench docs release-check lint types clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m engine $(if $(DEVICE),--device $(DEVICE)) --traces demo-output/traces
@@ -29,7 +29,8 @@ bench: $(CLIENTS)/.installed
 
 # Other people's libraries, in an environment of their own.
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python -m pytest tests/clients --confcutdir tests $(if $(DEVICE),--placement-device $(DEVICE))
+	$(CLIENTS)/bin/python -m pytest tests/clients --confcutdir tests \
+		$(if $(DEVICE),--placement-device $(DEVICE),-n 2 --dist loadfile)
 
 # Other Pythons and torches, as in: make test-versions VERSIONS="3.12-2.13.0 3.13-2.14.1". What
 # constraints.txt pins was tested together with one torch, so here pip chooses the rest.
@@ -44,6 +45,10 @@ test-version-%:
 # Take each field test's guard away; the test must fail then.
 field-guards: $(INSTALLED)
 	$(BIN)/python -m pytest tests/field --without-guards
+
+# Let each allocation, copy, collective and file operation fail once, on one rank and on two.
+campaign: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_failure_campaign.py --every-point
 
 # Kill -9 at 200 random moments of a save: a whole checkpoint must be left, and none be lost.
 kill9: $(INSTALLED)

@@ -14,6 +14,14 @@ from placement.testing import Ranks
 from placement.testing.ranks import join_group
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-point",
+        action="store_true",
+        help="let every point of the failure campaign fail on two ranks, too",
+    )
+
+
 @pytest.fixture(scope="session")
 def device_type(placement_device: str) -> str:
     """Type of the compute device, ready to use in this process."""

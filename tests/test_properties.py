@@ -58,7 +58,7 @@ from placement import (
 GPU, CPU, MANAGED = Placement.GPU, Placement.CPU_MANUAL, Placement.CPU_FSDP2_MANAGED
 PARAMS, GRADS, BUFFERS, OPTIMIZER = Component
 
-EXAMPLES = 1000
+EXAMPLES = 300
 STEPS = 10
 
 # The modules. Each is a small stack to which hypothesis adds peculiarities.
