@@ -114,6 +114,37 @@ def test_a_move_that_fails_at_a_swap_is_taken_back(
     step()
 
 
+@pytest.mark.parametrize("known_way", [False, True])
+@pytest.mark.parametrize("start", [Placement.GPU, Placement.CPU_MANUAL])
+def test_a_move_that_is_broken_off_while_it_lets_go_has_been_made(
+    one_rank: str, monkeypatch: pytest.MonkeyPatch, known_way: bool, start: Placement
+) -> None:
+    """As by a signal's handler that raises: the tensors are there, and the record says so."""
+    manager, step = trained(one_rank, start, shard=True)
+    move, back = manager.offload, manager.onload
+    if start is not Placement.GPU:
+        move, back = back, move
+    move()
+    back()
+    if not known_way:
+        manager._mover._routes.clear()
+    before = values(manager.census())
+
+    def raising(*_: object) -> None:
+        raise OSError("handler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Retracing if known_way else Transfer, "release", raising)
+        with pytest.raises(OSError, match="handler"):
+            move()
+    assert manager.placement is not start
+    manager.verify()
+    assert_equal(values(manager.census()), before)
+    back()
+    assert_equal(values(manager.census()), before)
+    step()
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize("start", [Placement.GPU, Placement.CPU_MANUAL])
 def test_a_torn_module_refuses_everything_until_it_is_recovered(
