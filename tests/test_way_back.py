@@ -243,6 +243,7 @@ def test_nothing_hidden_travels_with_a_padded_shard(one_rank: str, watched: bool
     assert padded._base is not None
     watch = weakref.ref(padded) if watched else None  # torch swaps nothing under a weak reference
     values = padded.cpu()
+    gc.collect()
     before = torch.accelerator.memory_allocated()
     manager = PlacementManager(module)
     assert (padded._base is None) is not watched
@@ -300,6 +301,7 @@ def test_copies_that_went_ahead_on_a_lost_way_leave_no_memory(
     manager = PlacementManager(module)
     travelled(manager, planned)
     manager.offload()
+    gc.collect()
     left = torch.accelerator.memory_allocated()
     module.first.weight.data = torch.full_like(module.first.weight, 7.0)
     manager.onload()

@@ -6,6 +6,7 @@ Run by ``make test-clients``.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -243,6 +244,7 @@ def a_merge_takes_what_is_documented() -> None:
     if find_compute_device().type != "sim":
         pytest.skip("exact memory is the simulated accelerator's")
     manager = managed(fsdp2_under_the_policy(adapted()))
+    gc.collect()
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     for _, weight in manager.export_weights(bucket_bytes=1):
