@@ -185,12 +185,13 @@ class Mover:
         """Begin to copy along known routes, and find out beside it if they lead there still."""
         for component, trigger in begun.triggers.items():
             with self._failures(component, trigger):
-                transfer.set_out(component, between)
+                if not transfer.set_out(component, between):
+                    return False
         if (everyone := self._record.everyone_if_they_agree(begun.asked)) is None:
             return False
         for component, trigger in begun.triggers.items():
             with self._failures(component, trigger):
-                if not transfer.go_on(component, everyone, between):
+                if not transfer.go_on(component, everyone):
                     return False
         return True
 

@@ -13,6 +13,7 @@ that dropped gradients are not kept alive.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,6 +24,7 @@ import torch
 from placement.device import free_bytes
 from placement.states import Component
 from placement.torch_private import (
+    Likeness,
     addresses_of,
     holders_at,
     is_dtensor,
@@ -54,6 +56,8 @@ class Route:
             next, as the memory is. Empty on the device, where an alias would keep the memory of a
             tensor that somebody drops.
         wholes: for each storage, a leaf that looks into all of it.
+        departing, looks: those leaves, which are not kept alive, and how they look on the device;
+            known once the component was there.
         fragments: leaves that look into a part of theirs only, with their offsets in elements. Of
             the others, their looks say that it is 0.
         names, sizes: of each storage: of its first tensor; in bytes.
@@ -75,6 +79,8 @@ class Route:
     originals: list[int]
     own: list[torch.Tensor]
     wholes: list[int]
+    departing: list[weakref.ref[torch.Tensor]]
+    looks: Likeness | None
     fragments: dict[int, int]
     names: list[str]
     sizes: list[int]
@@ -96,6 +102,27 @@ class Route:
             return True
         here = list(map(operator.add, self.leaf_counts, self.alias_counts))
         return holders_at(self.addresses) == here
+
+    def arrived(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Remember from what it is to be copied back, if the leaves are on the device."""
+        if self.here.type != "cpu" and self.looks is None:
+            wholes = [leaves[whole] for whole in self.wholes]
+            self.departing, self.looks = list(map(weakref.ref, wholes)), Likeness(wholes)
+
+    def sources(self) -> list[torch.Tensor] | None:
+        """For each storage, a tensor to copy from as if it were all of it; None if that can't be
+        done with one of those on the device any more.
+
+        Whether these are the leaves still, and look into these storages, is to be found out.
+        """
+        if self.own:
+            return [self.own[self.aliased[whole]] for whole in self.wholes]
+        found = [leaf for ref in self.departing if (leaf := ref()) is not None]
+        if self.looks is None or len(found) < len(self.wholes) or not self.looks.is_that_of(found):
+            return None
+        with plain_attributes():
+            sizes = [leaf.untyped_storage().nbytes() for leaf in found]
+        return found if sizes == self.sizes else None  # somebody may have freed one
 
     @property
     def others(self) -> list[torch.Tensor]:
@@ -156,7 +183,7 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         wholes.append(covering[0])
         alias_counts.append(len(alias_of))
     storages = [aliases[aliased[whole]].untyped_storage() for whole in wholes]
-    return Route(
+    route = Route(
         known=known,
         here=here,
         there=there,
@@ -168,6 +195,8 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         originals=originals,
         own=[leaves[original].data for original in originals] if here.type == "cpu" else [],
         wholes=wholes,
+        departing=[],
+        looks=None,
         fragments=fragments,
         names=[storage.name for storage in part.storages],
         sizes=[storage.nbytes for storage in part.storages],
@@ -180,6 +209,8 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         likes_here=[wrapper.like for wrapper in part.wrappers],
         likes_there=[twins.wrapper(w.tensor, w.inner, there) for w in part.wrappers],
     )
+    route.arrived(leaves)
+    return route
 
 
 @dataclass
@@ -251,42 +282,35 @@ class Journey:
 
 class Retracing:
     """Components that go back the way they came. Used as a
-    :class:`~placement.transfer.Transfer` is, but begun in steps: copies are begun as early as it is
-    known from where to where, and whether the way is still the same is found out beside them. What
-    they are copied into is nobody's until then.
+    :class:`~placement.transfer.Transfer` is, but begun in two steps: copies are begun as soon as
+    they can be made, and whether the way is still the same is found out beside them. What they are
+    copied into is nobody's until then.
     """
 
     def __init__(self, routes: Mapping[Component, Route], lane: Lane) -> None:
         self._journeys = {component: Journey(route) for component, route in routes.items()}
         self._lane = lane
 
-    def set_out(self, component: Component, between: Callable[[], None]) -> None:
-        """Begin to copy what rests in memory that the route keeps itself."""
-        journey = self._journeys.get(component)
-        if journey is not None and (own := journey.route.own):
-            route = journey.route
-            sources = [own[route.aliased[whole]] for whole in route.wholes]
-            with torch.no_grad(), journey.moved.timed():
-                journey.begin_to_copy(sources, self._lane, between)
+    def set_out(self, component: Component, between: Callable[[], None]) -> bool:
+        """Begin to copy ``component``; whether that can be done without planning it anew."""
+        if (journey := self._journeys.get(component)) is None:
+            return True
+        with torch.no_grad(), journey.moved.timed():
+            if (sources := journey.route.sources()) is None:
+                return False
+            journey.begin_to_copy(sources, self._lane, between)
+        return True
 
-    def go_on(
-        self, component: Component, everyone: Sequence[Any], between: Callable[[], None]
-    ) -> bool:
-        """Begin to copy the rest.
+    def go_on(self, component: Component, everyone: Sequence[Any]) -> bool:
+        """Whether the leaves are still on this way.
 
         Args:
             everyone: those whom the routes know, found to look as they did when they came here.
-
-        Returns:
-            Whether all are still on this way.
         """
         if (journey := self._journeys.get(component)) is None:
             return True
         with torch.no_grad(), journey.moved.timed():
             journey.meet(everyone)
-            if not journey.copies:
-                sources = [journey.leaves[whole] for whole in journey.route.wholes]
-                journey.begin_to_copy(sources, self._lane, between)
             return journey.leaves_stayed()
 
     def copies(self, component: Component) -> bool:
@@ -332,6 +356,7 @@ class Retracing:
             route.identities, route.aliased = [], []
         route.here, route.there = route.there, route.here
         route.likes_here, route.likes_there = route.likes_there, route.likes_here
+        route.arrived(journey.leaves)
         journey.leaves, journey.wrappers, journey.before = [], [], []
         return moved
 

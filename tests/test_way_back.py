@@ -14,12 +14,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from placement import (
     AlreadyManaged,
+    CannotMove,
     Component,
     Placement,
     PlacementDrift,
     PlacementManager,
     Trace,
     mover,
+    sim,
 )
 from placement.torch_private import shard_groups
 from placement.transfer import Transfer
@@ -101,6 +103,10 @@ def add_a_module_below(module: Shared) -> None:
     module.child.add_module("below", nn.Linear(1, 1, device=module.whole.device))
 
 
+def show_a_part(module: Shared) -> None:
+    module.square.data = module.square.data[:2]
+
+
 def cast(module: Shared) -> None:
     module.child.double()
 
@@ -123,6 +129,7 @@ def have_a_gradient(module: Shared) -> None:
         replace_a_module,
         remove_a_module,
         add_a_module_below,
+        show_a_part,
         cast,
         conjugate,
         have_a_gradient,
@@ -330,6 +337,41 @@ def test_a_move_that_is_refused_after_its_copies_went_ahead_leaves_everything(
     after = held(manager)
     assert all(torch.equal(after[name][0], values) for name, (values, _) in before.items())
     manager.onload()
+    manager.verify()
+
+
+def test_a_device_copy_that_went_ahead_on_a_lost_way_overwrites_nothing(
+    one_rank: str, planned: list[str]
+) -> None:
+    module = sharded(normed().to(one_rank))
+    manager = PlacementManager(module)
+    travelled(manager, planned)
+    before = held(manager)
+    module.first.register_buffer("new", torch.ones(3, device=one_rank))
+    nbytes, counted = sum(site.nbytes for site in manager.census().sites), sim.counters()
+    manager.offload()
+    assert planned == ["offload()"]
+    assert (sim.counters() - counted).device_to_host_bytes > nbytes  # some went ahead
+    after = held(manager)
+    assert all(torch.equal(after[name][0], values) for name, (values, _) in before.items())
+    manager.onload()
+    manager.verify()
+
+
+def test_what_was_freed_on_the_device_is_refused_on_a_known_way(
+    one_rank: str, planned: list[str]
+) -> None:
+    module = normed().to(one_rank)
+    manager = PlacementManager(module)
+    travelled(manager, planned)
+    storage = module.first.weight.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    with pytest.raises(CannotMove, match=r"first\.weight"):
+        manager.offload()
+    assert manager.placement is Placement.GPU
+    storage.resize_(nbytes)
+    manager.offload()
     manager.verify()
 
 
