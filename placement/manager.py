@@ -18,7 +18,6 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from placement.agreement import Agreement
 from placement.attach import Attachment
@@ -54,6 +53,7 @@ from placement.states import (
     destination,
 )
 from placement.tensors import same_device
+from placement.torch_private import Span
 from placement.trace import Trace, call_site, process_trace
 from placement.undisturbed import undisturbed
 from placement.use import UseGuard
@@ -808,7 +808,7 @@ class PlacementManager:
         found = lease.found[Component.PARAMS]
         failure: BaseException | None = None
         try:
-            with record_function(f"placement: {operation.value}"):
+            with Span(f"placement: {operation.value}"):
                 yield mode
             if operation is Operation.LOAD:
                 self._put_right_what_was_loaded()

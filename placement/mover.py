@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch.profiler import record_function
 
 from placement.census import Site
 from placement.claims import Claim
@@ -28,6 +27,7 @@ from placement.routes import Retracing, Route, learn, retrace
 from placement.slabs import Slabs
 from placement.states import Component, Integrity, Placement, Trigger, trigger_between
 from placement.tensors import has_its_bytes, parts
+from placement.torch_private import Span
 from placement.trace import RECOVERY, EventKind
 from placement.transfer import Lane, Move, Moved, Transfer
 from placement.twins import Twins
@@ -443,10 +443,10 @@ class Begun:
     transfer: Transfer | Retracing
     meter: _Meter
 
-    def span(self) -> AbstractContextManager[object]:
+    def span(self) -> Span:
         """A span of the profiler's."""
         names = {trigger.value for trigger in self.triggers.values()}
-        return record_function(f"placement: {', '.join(names)}")
+        return Span(f"placement: {', '.join(names)}")
 
 
 class _Meter:

@@ -39,7 +39,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class Placement(enum.Enum):
+class _Identified(enum.Enum):
+    """Members that hash by identity, as there is one of each. ``enum.Enum`` hashes their names, in
+    Python, and most look-ups here are by members."""
+
+    __hash__ = object.__hash__
+
+
+class Placement(_Identified):
     """Where a component's tensors rest, and who may move them."""
 
     GPU = "gpu"
@@ -54,7 +61,7 @@ class Placement(enum.Enum):
     they live on the compute device."""
 
 
-class Trigger(enum.Enum):
+class Trigger(_Identified):
     """What may be asked of a component."""
 
     ONLOAD = "onload"
@@ -67,14 +74,14 @@ class Trigger(enum.Enum):
     """Take the right to stage parameters by hand for a checkpoint."""
 
 
-class Integrity(enum.Enum):
+class Integrity(_Identified):
     """Whether a component's tensors lie where its placement says, as a whole."""
 
     WHOLE = "whole"
     TORN = "torn"
 
 
-class Component(enum.Enum):
+class Component(_Identified):
     """What has a placement of its own. One without tensors goes where the parameters go."""
 
     PARAMS = "params"
@@ -166,7 +173,7 @@ TORN = Illegal(
 """The answer of a torn component to every trigger."""
 
 
-class Operation(enum.Enum):
+class Operation(_Identified):
     """What an engine does with a placed module. An operation is recorded, it is no transition."""
 
     TRAIN = "train"
@@ -176,7 +183,7 @@ class Operation(enum.Enum):
     EXPORT = "export"
 
 
-class Mode(enum.Enum):
+class Mode(_Identified):
     """How an operation got at the parameters."""
 
     IN_PLACE = "in_place"
