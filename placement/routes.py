@@ -34,6 +34,9 @@ from placement.torch_private import (
 from placement.transfer import Lane, Moved, Part, buckets, covers, point
 from placement.twins import Twins, layout_of
 
+FIRST_STRETCH = 4 * 2**20
+"""Bytes that are copied by the first call; few, so that the link has something to do soon."""
+
 
 @dataclass
 class Route:
@@ -56,8 +59,9 @@ class Route:
             next, as the memory is. Empty on the device, where an alias would keep the memory of a
             tensor that somebody drops.
         wholes: for each storage, a leaf that looks into all of it.
-        departing, looks: those leaves, which are not kept alive, and how they look on the device;
-            known once the component was there.
+        departing: those leaves, which are not kept alive; known once the component was on the
+            device, as are
+        looks: how those of each stretch look there.
         fragments: leaves that look into a part of theirs only, with their offsets in elements. Of
             the others, their looks say that it is 0.
         names, sizes: of each storage: of its first tensor; in bytes.
@@ -80,7 +84,7 @@ class Route:
     own: list[torch.Tensor]
     wholes: list[int]
     departing: list[weakref.ref[torch.Tensor]]
-    looks: Likeness | None
+    looks: list[Likeness]
     fragments: dict[int, int]
     names: list[str]
     sizes: list[int]
@@ -103,26 +107,33 @@ class Route:
         here = list(map(operator.add, self.leaf_counts, self.alias_counts))
         return holders_at(self.addresses) == here
 
+    @property
+    def stretches(self) -> Iterator[slice]:
+        """The storages, in runs that are copied by one call each."""
+        return buckets(self.sizes, first=FIRST_STRETCH)
+
     def arrived(self, leaves: Sequence[torch.Tensor]) -> None:
         """Remember from what it is to be copied back, if the leaves are on the device."""
-        if self.here.type != "cpu" and self.looks is None:
+        if self.here.type != "cpu" and not self.looks:
             wholes = [leaves[whole] for whole in self.wholes]
-            self.departing, self.looks = list(map(weakref.ref, wholes)), Likeness(wholes)
+            self.departing = list(map(weakref.ref, wholes))
+            self.looks = [Likeness(wholes[stretch]) for stretch in self.stretches]
 
-    def sources(self) -> list[torch.Tensor] | None:
-        """For each storage, a tensor to copy from as if it were all of it; None if that can't be
-        done with one of those on the device any more.
+    def sources(self, number: int, stretch: slice) -> list[torch.Tensor] | None:
+        """For each storage of a stretch a tensor to copy from as if it were all of it; None if that
+        can't be done with one of those on the device any more.
 
         Whether these are the leaves still, and look into these storages, is to be found out.
         """
         if self.own:
-            return [self.own[self.aliased[whole]] for whole in self.wholes]
-        found = [leaf for ref in self.departing if (leaf := ref()) is not None]
-        if self.looks is None or len(found) < len(self.wholes) or not self.looks.is_that_of(found):
+            return [self.own[self.aliased[whole]] for whole in self.wholes[stretch]]
+        departing = self.departing[stretch]
+        found = [leaf for ref in departing if (leaf := ref()) is not None]
+        if len(found) < len(departing) or not self.looks[number].is_that_of(found):
             return None
         with plain_attributes():
             sizes = [leaf.untyped_storage().nbytes() for leaf in found]
-        return found if sizes == self.sizes else None  # somebody may have freed one
+        return found if sizes == self.sizes[stretch] else None  # somebody may have freed one
 
     @property
     def others(self) -> list[torch.Tensor]:
@@ -196,7 +207,7 @@ def learn(part: Part, known: object, everyone: Sequence[object], twins: Twins) -
         own=[leaves[original].data for original in originals] if here.type == "cpu" else [],
         wholes=wholes,
         departing=[],
-        looks=None,
+        looks=[],
         fragments=fragments,
         names=[storage.name for storage in part.storages],
         sizes=[storage.nbytes for storage in part.storages],
@@ -227,21 +238,23 @@ class Journey:
     swapped: bool = False
     released: bool = False
 
-    def begin_to_copy(
-        self, sources: Sequence[torch.Tensor], lane: Lane, between: Callable[[], None]
-    ) -> None:
-        """Begin to copy each whole storage from one of ``sources``."""
-        route = self.route
-        if route.there.type == "cpu":
-            self.moved.to_host = sum(route.sizes)
-        else:
-            self.moved.to_device = sum(route.sizes)
-            for storage, size in zip(route.storages, route.sizes, strict=True):
-                storage.resize_(size)
-        targets = [route.aliases[route.aliased[whole]] for whole in route.wholes]
-        for bucket in buckets(route.sizes):
+    def set_out(self, lane: Lane, between: Callable[[], None]) -> bool:
+        """Begin to copy; whether that can be done with all of the storages."""
+        route, to_device = self.route, self.route.there.type != "cpu"
+        for number, stretch in enumerate(route.stretches):
             between()
-            self.copies.append(lane.copy(targets[bucket], sources[bucket]))
+            if (sources := route.sources(number, stretch)) is None:
+                return False
+            if to_device:
+                for storage, size in zip(route.storages[stretch], route.sizes[stretch]):
+                    storage.resize_(size)
+            targets = [route.aliases[route.aliased[whole]] for whole in route.wholes[stretch]]
+            self.copies.append(lane.copy(targets, sources))
+        if to_device:
+            self.moved.to_device = sum(route.sizes)
+        else:
+            self.moved.to_host = sum(route.sizes)
+        return True
 
     def meet(self, everyone: Sequence[Any]) -> None:
         """Take the leaves and the wrappers from everyone."""
@@ -296,10 +309,7 @@ class Retracing:
         if (journey := self._journeys.get(component)) is None:
             return True
         with torch.no_grad(), journey.moved.timed():
-            if (sources := journey.route.sources()) is None:
-                return False
-            journey.begin_to_copy(sources, self._lane, between)
-        return True
+            return journey.set_out(self._lane, between)
 
     def go_on(self, component: Component, everyone: Sequence[Any]) -> bool:
         """Whether the leaves are still on this way.

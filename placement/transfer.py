@@ -498,14 +498,16 @@ class Lane:
             torch.accelerator.current_stream(self._device).wait_event(copy)
 
 
-def buckets(sizes: Sequence[int]) -> Iterator[slice]:
-    """Runs of ``sizes``, which are in bytes, that sum up to about a bucket each."""
+def buckets(sizes: Sequence[int], first: int = BUCKET) -> Iterator[slice]:
+    """Runs of ``sizes``, in bytes, that sum up to about a bucket each, and the first to ``first``
+    bytes."""
     begins = nbytes = 0
+    enough = first
     for index, size in enumerate(sizes):
         nbytes += size
-        if nbytes >= BUCKET:
+        if nbytes >= enough:
             yield slice(begins, index + 1)
-            begins, nbytes = index + 1, 0
+            begins, nbytes, enough = index + 1, 0, BUCKET
     if begins < len(sizes):
         yield slice(begins, len(sizes))
 
