@@ -857,7 +857,7 @@ class PlacementManager:
             self._leases.begin(lease)
             self._journal.entered(lease, mode)
             try:
-                self._mover.expect_changes(set(Component) - unchanged)
+                self._mover.expect_changes(found.keys() - unchanged)
                 self._mover.bring({c: Placement.GPU for c in found if c in needs}, asked, unchanged)
                 if operation is Operation.SAVE and self.may_save():
                     self._mover.fire(Component.PARAMS, Trigger.SAVE)

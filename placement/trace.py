@@ -323,9 +323,9 @@ def current_rank() -> int:
     """This process's rank in the default group, 0 without one."""
     # Reading traces needs no torch, and a process that has not imported it is in no group.
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if dist is None or not dist.is_available() or (group := dist.group.WORLD) is None:
         return 0
-    rank: int = dist.get_rank()
+    rank: int = group.rank()
     return rank
 
 
