@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from placement.lazy import importing_on_first_use
 
 if TYPE_CHECKING:
+    from placement.attach import Attachment
     from placement.census import Census, Site
     from placement.checkpoint import Checkpoints, Loaded
     from placement.device import find_compute_device
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from placement.explanation import Explanation, Finding, explain
     from placement.leftovers import Leftover
     from placement.machine import PlacementMachine
-    from placement.manager import PlacementManager
+    from placement.manager import PendingMove, PlacementManager
     from placement.materialise import materialising
     from placement.owners import Owner, owner_of, register
     from placement.states import (
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AlreadyManaged": "placement.errors",
+    "Attachment": "placement.attach",
     "CannotMove": "placement.errors",
     "DeclarationBroken": "placement.errors",
     "CannotSave": "placement.errors",
@@ -116,6 +118,7 @@ _HOMES = {
     "Owner": "placement.owners",
     "OwnershipChanged": "placement.errors",
     "OwnershipUnclear": "placement.errors",
+    "PendingMove": "placement.manager",
     "Placement": "placement.states",
     "PlacementDrift": "placement.errors",
     "PlacementError": "placement.errors",
@@ -144,6 +147,7 @@ _HOMES = {
 __all__ = [
     "TABLE",
     "AlreadyManaged",
+    "Attachment",
     "CannotMove",
     "CannotSave",
     "Census",
@@ -186,6 +190,7 @@ __all__ = [
     "Owner",
     "OwnershipChanged",
     "OwnershipUnclear",
+    "PendingMove",
     "Placement",
     "PlacementDrift",
     "PlacementError",

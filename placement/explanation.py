@@ -75,7 +75,7 @@ class Explanation:
         for trigger, why in self.legal.items():
             name = "staging" if trigger is Trigger.SAVE else f"{trigger.value}()"
             yield f"{name:<10} " + ("is legal" if why is None else f"no: {why}")
-            if trigger is Trigger.SAVE and (instead := self._instead_of_staging()) is not None:
+            if (instead := self._instead_of(trigger)) is not None:
                 yield f"{'':<10} instead: {instead}"
         for finding in self.findings:
             yield ""
@@ -89,9 +89,9 @@ class Explanation:
         if not self.findings:
             yield "Nothing is amiss."
 
-    def _instead_of_staging(self) -> str | None:
+    def _instead_of(self, trigger: Trigger) -> str | None:
         placement = self.placements.get(Component.PARAMS)
-        row = TABLE[placement, Trigger.SAVE] if placement is not None else None
+        row = TABLE[placement, trigger] if placement is not None else None
         return row.instead if isinstance(row, Illegal) else None
 
 

@@ -35,6 +35,7 @@ def test_a_managed_module_says_why_nothing_moves_it(one_rank: str) -> None:
     assert all("CPUOffloadPolicy" in str(why) for why in found.legal.values())
     assert "staging    no: " in str(found)
     assert "instead: use manager.saving()" in str(found)
+    assert str(found).count("instead: ") == len(Trigger)
     assert found.findings == ()
 
 
